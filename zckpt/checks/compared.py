@@ -115,7 +115,7 @@ def _copies(
 
 
 def _statistics(entry: TensorEntry, found: Unequal | None) -> Statistics:
-    return Statistics(entry.numel) if found is None else Statistics(entry.numel, differ=found.count, first=found.first)
+    return Statistics(entry.numel) if found is None else Statistics(entry.numel, differ=found[0], first=found[1])
 
 
 def compare(

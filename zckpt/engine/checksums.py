@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
 
 from zckpt.core.plan import OutputFile
 from zckpt.storage.descriptors import write_all
@@ -93,16 +92,10 @@ def _after_zeros(crc: int, count: int) -> int:
     return crc
 
 
-class CrcSpan(NamedTuple):
-    """Bytes [start, start + nbytes) of an output file; `data` where they are known, None where they are elements."""
-
-    start: int
-    nbytes: int
-    data: bytes | None
-
-
-def spans(output: OutputFile) -> Iterator[CrcSpan]:
-    """A file's literals and what lies between them, in order, cut wherever one of its checksums begins or ends."""
+def spans(output: OutputFile) -> Iterator[tuple[int, int, bytes | None]]:
+    """A file's literals and what lies between them, in order, cut wherever one of its checksums begins or ends: (start, bytes,
+    data), with None for data that is elements.
+    """
     literals = sorted(output.literals)
     edges = {0, output.size}
     for checksum in output.checksums:
@@ -114,14 +107,14 @@ def spans(output: OutputFile) -> Iterator[CrcSpan]:
     for start, stop in pairwise(sorted(edges)):
         while offset + len(data) <= start:
             offset, data = next(ahead, (output.size, b""))
-        yield CrcSpan(start, stop - start, data[start - offset : stop - offset] if offset <= start else None)
+        yield start, stop - start, data[start - offset : stop - offset] if offset <= start else None
 
 
 def element_ranges(output: OutputFile) -> Iterator[tuple[int, int]]:
     """(start, bytes) of all spans of elements: those with CRCs that are taken while they are written."""
-    for span in spans(output):
-        if span.data is None:
-            yield span.start, span.nbytes
+    for start, nbytes, data in spans(output):
+        if data is None:
+            yield start, nbytes
 
 
 def seal(fd: int, output: OutputFile, parts: Iterable[Partial] | None) -> tuple[int, dict[int, bytes]]:
@@ -178,14 +171,13 @@ def _with_slots(whole: Sequence[Partial], output: OutputFile, slots: Mapping[int
     """The CRCs of a file's spans when its slots, which lie in literals, have been filled in."""
     pending = sorted(slots.items(), reverse=True)
     found: list[Partial] = []
-    for span, part in zip(spans(output), whole, strict=True):
-        stop = span.start + span.nbytes
-        if span.data is None or not pending or pending[-1][0] >= stop:
+    for (start, nbytes, literal), part in zip(spans(output), whole, strict=True):
+        if literal is None or not pending or pending[-1][0] >= start + nbytes:
             found.append(part)
             continue
-        patched = bytearray(span.data)
-        while pending and pending[-1][0] < stop:
+        patched = bytearray(literal)
+        while pending and pending[-1][0] < start + nbytes:
             at, data = pending.pop()
-            patched[at - span.start : at - span.start + len(data)] = data
-        found.append((span.start, span.nbytes, zlib.crc32(patched)))
+            patched[at - start : at - start + len(data)] = data
+        found.append((start, nbytes, zlib.crc32(patched)))
     return found

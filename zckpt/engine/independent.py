@@ -59,16 +59,8 @@ _STORES_OF_SOURCE, _STORES_OF_OUTPUT, _STORES_OF_COPY = 128, 64, 8
 """Tensors in more files are confirmed in parts."""
 
 
-class Unequal(NamedTuple):
-    """Elements that are not what they should be.
-
-    Attributes:
-        count: how many.
-        first: number of the first of them.
-    """
-
-    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
-    first: int
+Unequal = tuple[int, int]
+"""How many elements are not what they should be, and the number of the first of them."""
 
 
 @dataclass(slots=True)
@@ -275,7 +267,7 @@ def _note(found: Confirmed, batch: _Batch, unequal: Sequence[tuple[int, int, int
 
 
 def _sum(before: Unequal | None, count: int, first: int) -> Unequal:
-    return Unequal(count, first) if before is None else Unequal(before.count + count, min(before.first, first))
+    return (count, first) if before is None else (before[0] + count, min(before[1], first))
 
 
 def _batches(
@@ -424,8 +416,8 @@ def derived_again(
     after = progress_after(progress, nbytes)
     unequal = {**confirmed.unequal, **_slowly(rest, clamp, count, bytes_per_s, after)}
     found = [
-        Difference(number, one.count, one.first, _file_of(pairs[number], one.first))
-        for number, one in sorted(unequal.items())
+        Difference(number, differ, first, _file_of(pairs[number], first))
+        for number, (differ, first) in sorted(unequal.items())
     ]
     return Derived(found, confirmed, frozenset(held), nbytes + sum(a.nbytes + b.nbytes for _, (a, b) in rest))
 
@@ -481,7 +473,7 @@ def _slowly(
             stop.set()  # an interruption comes to this thread alone
     stores = (f.store for _, pair in pairs for entry in pair for f in entry.fragments)
     check_unchanged({s.path: s for s in stores if isinstance(s, FileStore) and s.is_remote}.values())
-    return {number: Unequal(sum(n for _, n in places), min(places)[0]) for number, places in found.items()}
+    return {number: (sum(n for _, n in places), min(places)[0]) for number, places in found.items()}
 
 
 def _ranges(pairs: Sequence[Pair]) -> Iterator[tuple[int, int, int]]:

@@ -127,7 +127,7 @@ def _lock_directory(path: str) -> int:
             with contextlib.suppress(FileNotFoundError):  # a push that has just ended removed it
                 make_directories(path)
                 return locks.take(os.path.join(path, _LOCK))
-    except locks.HeldError as error:
+    except BlockingIOError as error:
         raise UsageError(
             "another push to the same page is running", file=path, found=str(error), remedy="Wait until it has ended."
         ) from error

@@ -10,10 +10,6 @@ import fcntl
 import os
 
 
-class HeldError(Exception):
-    """Another process holds the lock; the text names the process if it is known."""
-
-
 def take(path: str) -> int:
     """Locks a file, and makes it if it is missing. The lock lasts until `release`, or until all processes that have it open end.
 
@@ -21,7 +17,7 @@ def take(path: str) -> int:
         The lock's descriptor, for `release`.
 
     Raises:
-        HeldError: another process holds the lock.
+        BlockingIOError: another process holds the lock; the text names it if it is known.
         FileNotFoundError: the directory or the file was removed meanwhile, so the lock would keep no process out. Try again.
         OSError: the file system has no locks, or the file cannot be made.
     """
@@ -35,7 +31,7 @@ def take(path: str) -> int:
     except BlockingIOError as error:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
         os.close(lock)
-        raise HeldError(holder or "its lock is held") from error
+        raise BlockingIOError(holder or "its lock is held") from error
     except BaseException:
         os.close(lock)
         raise

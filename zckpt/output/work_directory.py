@@ -67,7 +67,7 @@ class WorkDirectory:
                 self._lock = locks.take(os.path.join(self.path, "lock"))
             except FileNotFoundError:  # the run that had it ended and removed it
                 continue
-            except locks.HeldError as error:
+            except BlockingIOError as error:
                 raise OutputError(
                     "another run is writing this output", file=self.path, found=str(error),
                     remedy="Wait until that run has ended, or choose another OUT. Nothing was changed.",
