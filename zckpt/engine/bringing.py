@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from zckpt.base.errors import CastError, read_error
@@ -44,7 +45,7 @@ _MOST_EXPECTED = 32 << 20
 """The most bytes of expected tensors that the disk is asked for at once."""
 
 
-class Bringer:
+class Bringer(AbstractContextManager["Bringer"]):
     """Brings spans of stores that are not at hand; use as a context manager.
 
     Args:
@@ -64,9 +65,6 @@ class Bringer:
         self._workers = threading.local()
         self._all: list[_Worker] = []
         self._lock = threading.Lock()
-
-    def __enter__(self) -> Bringer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for pool in (self._pool, self._hands):

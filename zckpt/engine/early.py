@@ -11,6 +11,7 @@ import os
 import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.pace import DEFAULT_PACE, Pace, gives_back, thread_count
@@ -54,7 +55,7 @@ class EarlyFile:
         return start % 4 == 0 and last <= len(self.finite) and self.finite.find(0, first, last) < 0
 
 
-class EarlyReads:
+class EarlyReads(AbstractContextManager["EarlyReads"]):
     """Reads files from when it is made until `stop`, or the end of a `with` block.
 
     Args:
@@ -77,9 +78,6 @@ class EarlyReads:
         total = sum(stat.st_size for _, stat in self._files)
         if total >= LEAST_BYTES and not gives_back(pace["keep_cache"], total):
             self._reader = EarlyReader(b"".join(_FILE.pack(fd, stat.st_size) for fd, stat in self._files), WINDOW)
-
-    def __enter__(self) -> EarlyReads:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

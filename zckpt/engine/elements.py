@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.base.errors import read_error
@@ -37,15 +38,12 @@ class Wanted(NamedTuple):
     stop: int
 
 
-class ElementReader:
+class ElementReader(AbstractContextManager["ElementReader"]):
     """Reads elements from many files; the last ones stay open; use as a context manager."""
 
     def __init__(self) -> None:
         self._files = OpenFiles(most=64)
         self._fetched: dict[fsspec_io.Range, bytes] = {}
-
-    def __enter__(self) -> ElementReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._files.__exit__()

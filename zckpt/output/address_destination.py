@@ -16,7 +16,6 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 from zckpt.base.errors import InconsistentError, OutputError, UnsupportedError, ZckptError, add_note
 from zckpt.base.words import examples, size
@@ -69,7 +68,7 @@ def _files_to_replace(
     return frozenset(decide_replacement(place.out, files, (), listed, {*new, place.manifest}, merge=merge).deleted)
 
 
-class AddressDestination:
+class AddressDestination(contextlib.AbstractContextManager["AddressDestination"]):
     """One run that sends an output, as `Destination` says.
 
     Args:
@@ -106,9 +105,6 @@ class AddressDestination:
         self.published = False
         self.files: Sequence[WrittenFile] = ()
         self.notes: tuple[str, ...] = ()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -17,7 +17,7 @@ from dataclasses import replace
 from hashlib import sha256
 from stat import S_IMODE, S_ISREG
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from zckpt.base.errors import (
     CastError,
@@ -53,7 +53,7 @@ _HOPELESS = (CastError, InconsistentError, UsageError, UnsupportedError)
 """After these errors the same command would fail again, or must not trust the files made so far."""
 
 
-class LocalDestination:
+class LocalDestination(contextlib.AbstractContextManager["LocalDestination"]):
     """One output, as `Destination` says; what is written by other means than `take` goes into `directory`.
 
     Args:
@@ -101,9 +101,6 @@ class LocalDestination:
         self._work = WorkDirectory(out)
         self._has_begun = self._committed = False
         self._commit: Commit | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def begin(self) -> Mapping[str, WrittenFile]:
         """Takes the work directory; finds the files that an earlier run of this job left there, or published."""

@@ -8,10 +8,9 @@ A `Destination`, which `local_destination` and `address_destination` are, brings
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from zckpt.base.errors import OutputError, UsageError
 from zckpt.core.plan import WrittenFile
@@ -27,7 +26,7 @@ from zckpt.storage.output_places import remove_rendezvous
 from zckpt.team.together import Team, here, team
 
 
-class Destination(Protocol):
+class Destination(AbstractContextManager["Destination"], Protocol):
     """The place of one output: a context manager on which these calls are made once each, in this order.
 
      1. `begin` finishes or gives back what other runs left, finds what an interrupted run of this job left, and refuses an
@@ -51,12 +50,6 @@ class Destination(Protocol):
     published: bool
     files: Sequence[WrittenFile]
     notes: tuple[str, ...]
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
     def begin(self) -> Mapping[str, WrittenFile]:
         """Finds what an earlier run of this job left, whole, by name. Raises OutputError if the output must not be

@@ -27,7 +27,7 @@ except ImportError:  # pragma: no cover - depends on the build; the Python engin
         return True
 
 
-class OpenFiles:
+class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
     """Descriptors by store. Closes the least recently used one if there are too many; a batch never names more than that.
 
     Args:
@@ -54,9 +54,6 @@ class OpenFiles:
         self._past_cache = past_cache
         self._open: dict[str, tuple[int, int]] = {}
         self._seen: dict[str, FileStore] = {}
-
-    def __enter__(self) -> OpenFiles:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for path in list(self._open):

@@ -497,7 +497,7 @@ def patiently(address: str, attempt: Callable[[], T]) -> T:
     raise AssertionError("not reached")
 
 
-class RemoteFile:
+class RemoteFile(contextlib.AbstractContextManager["RemoteFile"]):
     """One file open for reading. Keeps a few blocks, so that reading a header takes one request instead of ten."""
 
     def __init__(self, address: str, size: int, identity: tuple[int, int, int] = (0, 0, 0)) -> None:
@@ -510,9 +510,6 @@ class RemoteFile:
     def opened(cls, address: str) -> RemoteFile:
         """A file as it is now. Raises as `status`."""
         return cls(address, *status(address))
-
-    def __enter__(self) -> RemoteFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         pass

@@ -37,7 +37,7 @@ def make_durable(fd: int) -> None:
     os.fsync(fd)
 
 
-class Syncing(Generic[T]):
+class Syncing(contextlib.AbstractContextManager["Syncing[T]"], Generic[T]):
     """A queue of files that are being synced; use as a context manager.
 
     Args:
@@ -79,9 +79,6 @@ class Syncing(Generic[T]):
         file, future = self._pending.popleft()
         future.result()
         self._done(file)
-
-    def __enter__(self) -> Syncing[T]:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -13,6 +13,7 @@ import re
 import stat
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import field
 from typing import ClassVar, Literal, Protocol
 
@@ -33,7 +34,7 @@ _OPENED = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Paths that a shell has opened for the command; a pipe is allowed there."""
 
 
-class OpenFile(Protocol):
+class OpenFile(AbstractContextManager["OpenFile"], Protocol):
     """A file that is open for reading; use as a context manager.
 
     Attributes:
@@ -49,10 +50,6 @@ class OpenFile(Protocol):
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """At most `nbytes` bytes from `offset` on; fewer only at the end of the file. Raises CorruptError, RemoteError."""
-
-    def __enter__(self) -> OpenFile: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 @dataclass(frozen=True, repr=False)
@@ -374,7 +371,7 @@ def location_of(store: FileStore) -> Location:
 
 
 @dataclass(frozen=True, slots=True)
-class _LocalFile:
+class _LocalFile(AbstractContextManager["_LocalFile"]):
     """A file of this machine that is open for reading."""
 
     path: str
@@ -391,9 +388,6 @@ class _LocalFile:
             found = error.strerror or str(error)
             raise CorruptError("cannot be read", file=self.path, found=found, byte_offset=offset) from error
         return data
-
-    def __enter__(self) -> _LocalFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)

@@ -37,7 +37,7 @@ _RENAMING = {"sftp", "ssh", "ftp", "smb", "webdav", "dav", "hdfs", "arrow_hdfs",
 _UNFINISHED = ".zckpt-part"
 
 
-class Upload:
+class Upload(contextlib.AbstractContextManager["Upload"]):
     """One file that is sent to an address. A context manager: completes it, or discards it after an error.
 
     Args:
@@ -116,9 +116,6 @@ class Upload:
                 self._file.close()
             with contextlib.suppress(Exception):
                 self._fs.rm_file(self._target)
-
-    def __enter__(self) -> Upload:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
