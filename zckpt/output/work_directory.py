@@ -30,32 +30,26 @@ class WorkDirectory:
 
     Attributes:
         path: of the directory.
+        files: where the output's files are staged.
+        aside: where a commit moves what it replaces.
+        journal: the journal's path.
         is_locked: whether this process holds its lock, so that the next run can find it and no other run can use it.
         was_there: whether a dead run left it.
         dead: directories of runs that have ended, on file systems without locks.
     """
 
     def __init__(self, out: str, path: str = "") -> None:
-        self.path = path or directory_for(out)
+        self._use(path or directory_for(out))
         self.is_locked = False
         self.was_there = False
         self.dead: tuple[str, ...] = ()
         self._lock = -1
 
-    @property
-    def files(self) -> str:
-        """Where the output's files are staged."""
-        return os.path.join(self.path, "files")
-
-    @property
-    def aside(self) -> str:
-        """Where a commit moves what it replaces."""
-        return os.path.join(self.path, "aside")
-
-    @property
-    def journal(self) -> str:
-        """The journal's path."""
-        return os.path.join(self.path, "journal")
+    def _use(self, path: str) -> None:
+        self.path = path
+        self.files = os.path.join(path, "files")
+        self.aside = os.path.join(path, "aside")
+        self.journal = os.path.join(path, "journal")
 
     def take(self) -> None:
         """Makes the directory, or takes it over. Raises OutputError if another run uses it, or it belongs to another
@@ -88,7 +82,7 @@ class WorkDirectory:
             self.dead = tuple(_of_dead_processes(common))
         from zckpt.storage import processes
 
-        self.path = f"{common}-{processes.this_process()}-{os.urandom(4).hex()}"
+        self._use(f"{common}-{processes.this_process()}-{os.urandom(4).hex()}")
         os.mkdir(self.path, 0o700)
         self.was_there = False
 
