@@ -11,8 +11,7 @@ import dataclasses
 import inspect
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from enum import Enum
 from functools import partial, wraps
@@ -25,7 +24,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.cli.commands import COMMANDS
 from zckpt.cli.output import Console
-from zckpt.core.dtypes import SHORT_NAMES
+from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.jobs.declarations import Job
 from zckpt.jobs.groups import OUTPUT, option
 
@@ -71,18 +70,28 @@ def split_numbers(text: str) -> tuple[float, ...]:
         raise typer.BadParameter(f"{text!r} is not a list of numbers such as 0.5,0.3,0.2") from error
 
 
+_SHORT = ("fp32", "fp16", "bf16")
+
+
+def named_dtype(text: str) -> DType:
+    """A typer parser of dtypes, by any of their names: `bf16`, `torch.bfloat16`."""
+    from zckpt.jobs.casting import to_dtype
+
+    try:
+        return to_dtype(text)
+    except UsageError as error:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, _SHORT))}.") from error
+
+
+DTYPE: dict[str, Any] = {"parser": named_dtype, "metavar": f"<{'|'.join(_SHORT)}>"}
+"""What typer is told of an option that takes a dtype."""
+
 DONE = "0 done, 2 error"
 """The exit status of commands that write something."""
 
 
 class Command(TyperCommand):
     """A command with a help that shows arguments, then options under the `rich_help_panel` that each declares."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Reads the command line; a dtype may have any of its names."""
-        if any("--dtype" in param.opts for param in self.get_params(ctx)):
-            args = [*_with_short_dtypes(args)]
-        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """What the usage line shows after the command's name."""
@@ -103,23 +112,6 @@ class Command(TyperCommand):
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
-
-
-def _with_short_dtypes(args: list[str]) -> Iterator[str]:
-    """A command line with dtypes by the names of zckpt's options: `bf16` for `torch.bfloat16`."""
-    before = ""
-    for word in args:
-        head, equals, value = word.partition("=") if word.startswith("--dtype=") else ("", "", word)
-        if (equals or before == "--dtype") and value not in _SHORT:
-            from zckpt.jobs.casting import to_dtype
-
-            with suppress(UsageError):
-                value = SHORT_NAMES[to_dtype(value)]
-        yield f"{head}{equals}{value}"
-        before = word
-
-
-_SHORT = ("fp32", "fp16", "bf16")
 
 
 _DECLARED: dict[str, tuple[Callable[..., None], Job[Any] | None, frozenset[str], dict[str, Any]]] = {}
@@ -264,6 +256,7 @@ _KINDS: Mapping[str, tuple[Any, dict[str, Any], Callable[[Any], object]]] = {
     "positive": (int, {"callback": positive}, _as_given),
     "real": (float, {}, _as_given),
     "reals": (str, {}, lambda value: None if value is None else split_numbers(value)),
+    "dtype": (str, DTYPE, _as_given),
     "size": (int, {"parser": size_in_bytes, "show_default": False}, _as_given),
     "renames": (list[str], {}, lambda value: tuple(map(split_rename, value))),
 }
@@ -276,12 +269,14 @@ def _option_of(holder: type, field: dataclasses.Field[Any], job: Job[Any] | None
     own = () if job is None else job.words.get(field.name, ())
     text, panel = own[0] if own else said["help"], own[1] if len(own) > 1 else said["panel"]
     default: Any = field.default if job is None else job.usual.get(field.name, field.default)
-    if of in ("dtype", "precision") or isinstance(of, tuple):
+    if of == "precision" or isinstance(of, tuple):
         kind, more, read, default = _choice(of, default)
     else:
         kind, more, read = _KINDS[of]
         if kind == list[str]:
             default = list(default)
+        elif of == "dtype":
+            default = default and SHORT_NAMES[default]
     if default is None:
         kind = kind | None
     told = {"metavar": said["metavar"], "help": text, "rich_help_panel": panel, **more, **said["more"]}
@@ -293,12 +288,10 @@ def _option_of(holder: type, field: dataclasses.Field[Any], job: Job[Any] | None
 
 
 def _choice(of: Any, default: Any) -> tuple[Any, dict[str, Any], Callable[[Any], object], Any]:
-    """As `_KINDS`, for an option that takes words: one of them, several if the last is `...`, or names of dtypes."""
+    """As `_KINDS`, for an option that takes words: one of them, several if the last is `...`, or a dtype or "keep"."""
     literal: Any = Literal
-    if of == "dtype":
-        return literal[_SHORT], {}, _dtype, None if default is None else SHORT_NAMES[default]
     if of == "precision":
-        return literal[("keep", *_SHORT)], {}, _dtype, "keep"
+        return literal[("keep", *_SHORT)], {}, _precision, "keep"
     if of[-1] == "...":
         # typer has no lists of a Literal
         words: Any = Enum("Choice", {word: word for word in of[:-1]}, type=str)  # type: ignore[misc]
@@ -310,10 +303,8 @@ def _distinct(values: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.value for one in values or ()))
 
 
-def _dtype(value: str | None) -> object:
-    from zckpt.jobs.casting import to_dtype
-
-    return None if value in (None, "keep") else to_dtype(value)
+def _precision(value: str) -> DType | None:
+    return None if value == "keep" else named_dtype(value)
 
 
 output = partial(typer.Option, rich_help_panel=OUTPUT)

@@ -6,13 +6,13 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import unquote
 
 import typer
 
 from zckpt.base.words import count, duration, rate, size
-from zckpt.cli.declare import Checkpoint, ShownProgress, command, output
+from zckpt.cli.declare import DTYPE, Checkpoint, ShownProgress, command, output
 from zckpt.cli.output import Console
 from zckpt.jobs.declarations import PUSH
 from zckpt.jobs.groups import WHAT
@@ -40,8 +40,10 @@ RepoId = Annotated[
 
 
 Dtype = Annotated[
-    Literal["fp32", "fp16", "bf16"] | None,
-    typer.Option("--dtype", rich_help_panel=WHAT, help="By default what config.json says, or that of plain weights."),
+    str | None,
+    typer.Option(
+        "--dtype", rich_help_panel=WHAT, help="By default what config.json says, or that of plain weights.", **DTYPE
+    ),
 ]
 
 
