@@ -299,13 +299,8 @@ def _replay_steps(
 def _pairs(
     wanted: Catalog, dtypes: Mapping[str, DType], output: Catalog, facts: Manifest | None
 ) -> tuple[list[str], list[tuple[TensorEntry, TensorEntry]], list[str]]:
-    """Problems found without reading an element; the pairs to compare; tied names that the output lacks.
-
-    Args:
-        wanted: the tensors that the output must hold.
-        dtypes: of each, where they do not follow from what was asked for.
-        output: what it holds.
-        facts: its manifest.
+    """Problems found without reading an element; the pairs to compare; tied names that the output lacks. `dtypes`: of
+    tensors for which they do not follow from what was asked for.
     """
     names, there = {*wanted, *wanted.aliases}, {*output, *output.aliases}
     dtype = to_dtype(facts.dtype) if facts is not None and facts.dtype else None

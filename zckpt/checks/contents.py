@@ -72,20 +72,12 @@ def check_compared(
     read: Done | None = None,
     known: Mapping[str, Sequence[Statistics]] = {},
 ) -> int:
-    """Checks the bytes that an output was compared with, if only ends of fragments were read so far.
+    """Checks the bytes that an output was compared with, if only ends of fragments were read so far; returns the bytes read
+    here.
 
-    Each record that holds some of them must match its checksum, and every element must equal its copies.
-
-    Args:
-        state: gets the checks.
-        held: the files and records, as from `held_files`.
-        pace: how hard to work.
-        progress: called with the bytes read so far.
-        read: what was read of these files beside the output; the other bytes are read here.
-        known: name of a tensor -> what each of its replicas showed then, in their order.
-
-    Returns:
-        The bytes read here.
+    Each record that holds some of them must match its checksum, and every element must equal its copies. `held` is from
+    `held_files`; `read` is what was read of these files beside the output, and `known` what the replicas of a tensor showed
+    then.
     """
     if state.whole or state.catalog is None:
         return 0
@@ -126,13 +118,8 @@ def add_padding(state: Examined, catalog: Catalog, found: Sequence[Statistics]) 
 
 
 def _add_sums(state: Examined, findings: Findings, what: str, further: Sequence[str] = ()) -> None:
-    """Checks whether bytes match their checksums.
-
-    Args:
-        state: gets the check.
-        findings: of reading them.
-        what: the bytes that were read, in words.
-        further: what else has checksums, in words.
+    """Checks whether bytes match their checksums. `what`: the bytes that were read, `further`: what else has checksums, in
+    words.
     """
     problems = [f"record {r!r} of {f!r} does not match its checksum" for f, r in findings.wrong_records]
     wrong = len(problems) + len(findings.wrong_files)
@@ -155,16 +142,7 @@ def check_bytes(
     read: Done | None = None,
     early: EarlyReads | None = None,
 ) -> int:
-    """Reads everything once; returns the bytes read here.
-
-    Args:
-        state: gets the checks.
-        pace: how hard to work.
-        progress: called with the bytes read so far.
-        deep: count NaN and infinity.
-        read: what was read of its files before.
-        early: what reads some of its files meanwhile.
-    """
+    """Reads everything once that was not read before, with `deep` counting NaN and infinity; returns the bytes read here."""
     try:
         return _check_bytes(state, pace, progress, deep, read, early) - (0 if read is None else read.nbytes)
     except ZckptError as error:  # a disk that does not give back what it was given

@@ -37,15 +37,7 @@ def verify_delta(
     progress: Callable[[int], None] | None = None,
     expect: Callable[[int], None] = lambda nbytes: None,
 ) -> Verification:
-    """Checks a delta.
-
-    Args:
-        place: its directory.
-        new: the version of the weights that it was made from; None to check the delta alone.
-        options: which save of `new`, and how it is read.
-        pace: how hard to work.
-        progress: called with the bytes read so far.
-        expect: called with the bytes that will be read.
+    """Checks a delta in `place`, and whether it leads to the version `new` of the weights; None to check the delta alone.
 
     Raises:
         NotACheckpointError, UnsupportedError: `new` cannot be read, or a package that deltas need is not installed.

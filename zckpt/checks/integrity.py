@@ -81,11 +81,8 @@ def checked_parts(
 
 
 def holding(files: Sequence[CheckedFile], entries: Iterable[TensorEntry]) -> tuple[list[CheckedFile], int]:
-    """The files with only those of their records that hold elements of these tensors or of their copies.
-
-    Returns:
-        The files that have checksums of such elements, all of them whole where elements are computed from others; and the
-        bytes of such elements without checksums.
+    """The files with only those of their records that hold elements of these tensors or of their copies, all of them whole
+    where elements are computed from others; and the bytes of such elements without checksums.
     """
     starts = {file.store.path: sorted(offset for _, offset, _, _ in file.records) for file in files}
     found: dict[str, set[int]] = {file.store.path: set() for file in files}
@@ -153,12 +150,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The parts of files that were read before.
-
-    Attributes:
-        crcs: number among `sums_of` these files -> its parts that were read.
-        nbytes: that were read, in all.
-    """
+    """The parts of files that were read before: for each number among `sums_of` these files, and bytes in all."""
 
     crcs: Mapping[int, Sequence[Partial]]
     nbytes: int
@@ -184,18 +176,10 @@ def examine(
     read: Done | None = None,
     early: EarlyReads | None = None,
 ) -> Findings:
-    """Reads every byte that is wanted of the files, and of the tensors in the catalog.
-
-    Args:
-        catalog: its numbers are counted and compared with their replicas; None for checksums alone.
-        files: their checksums are compared.
-        pace: how hard to work.
-        progress: called with the bytes read so far.
-        read: what was read of the files before; their other bytes alone are read for checksums.
-        early: what reads some of the files meanwhile; it is stopped.
-
-    Raises:
-        CorruptError: a file ends too early, or cannot be read.
+    """Reads every byte that is wanted of the files, for their checksums, and of the tensors in the catalog, which are
+    counted and compared with their replicas. `read`: what was read of the files before; their other bytes alone are read
+    for checksums. `early`: what reads some of them meanwhile; it is stopped. Raises CorruptError if a file ends too early,
+    or cannot be read.
     """
     parts = [_parts(file) for file in files]
     sums = sums_of(files)

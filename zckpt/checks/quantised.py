@@ -64,12 +64,8 @@ def _second(entry: TensorEntry, again: TensorEntry | None) -> TensorEntry:
 
 
 def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> Expected:
-    """The tensors of an output, with those of fp8 if it was quantised.
-
-    Args:
-        wanted: the tensors, with their names in the output.
-        output: where it is; its config says of what family the model is.
-        facts: its manifest.
+    """The tensors of an output, in which they have these names already, with those of fp8 if it was quantised: its manifest
+    says so, and the config beside it of what family the model is.
     """
     if facts is not None and isinstance(said := facts.options.get("mlx"), Mapping):
         return _expect_mlx(wanted, output, facts, said)

@@ -318,13 +318,7 @@ def own_weights(catalog: Catalog) -> Catalog:
 
 
 def compare_renamed(source: Examined, output: Examined, form: Mapping[str, Any]) -> Comparison:
-    """Compares the states of an output with those of its checkpoint.
-
-    Args:
-        source: the checkpoint; it has a catalog.
-        output: what was written; it has a catalog.
-        form: the facts of the manifest.
-    """
+    """Compares the states of an output, with this form in its manifest, with those of its checkpoint; both have a catalog."""
     from zckpt.jobs.to_mcore import megatron_states
     from zckpt.naming.writers import name_for_writer, naming_of
 

@@ -68,16 +68,8 @@ Cut = Mapping[str, Spans]
 def find_twins(
     catalog: Catalog, states: Sequence[TensorEntry], files: Sequence[CheckedFile], names: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """The files from which different parts of a model or its optimizer are read, with parts that are the same bytes.
-
-    Args:
-        catalog: of the save.
-        states: of its optimizer.
-        files: of the save, with their checksums.
-        names: path -> what the file is called.
-
-    Returns:
-        Problems: parts that cannot be alike; and notes: parts that may be.
+    """The files from which different parts of a model or its optimizer are read, with parts that are the same bytes:
+    problems, where parts cannot be alike, and notes, where they may be. `names`: path -> what the file is called.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -454,11 +446,8 @@ def _check_ends(state: Examined) -> None:
 
 
 def check_digests(listing: Listing, *, read: bool) -> tuple[str, list[str]] | None:
-    """The result for the recorded digests: (answer, problems); None for a save without any.
-
-    Args:
-        listing: the files of the save.
-        read: compare the bytes; otherwise, only whether the files are there.
+    """The result for the recorded digests: (answer, problems); None for a save without any. `read`: whether bytes are
+    compared, and not only looked for.
     """
     try:
         family = layouts.family_of(listing)

@@ -108,11 +108,7 @@ class Verification(Printed):
         }
 
     def lines(self, width: int | None = None) -> Iterator[str]:
-        """The verification as lines for a person.
-
-        Args:
-            width: the most characters in a line, longer words aside; None for one line a sentence.
-        """
+        """The verification as lines for a person; `width` as in `words.row`."""
         yield from wrap_text(f"{self.path}: {self.about}", width, "    ")
         for check in self.checks:
             first, *others = [problem.replace(f"{self.path}/", "") for problem in check.problems] or [""]

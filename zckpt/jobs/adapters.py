@@ -272,12 +272,8 @@ def _directories_of_weights(home: Location) -> list[str]:
 
 
 def without_copies(adapter: AdapterWeights, base: Catalog, config: Mapping[str, object] | None) -> AdapterWeights:
-    """The adapter without whole tensors that are equal to the base's: copies that PEFT saved, and no contribution.
-
-    Args:
-        adapter: with whole tensors, perhaps.
-        base: the base model.
-        config: its `config.json`, by which a head may be the embedding.
+    """The adapter without whole tensors that are equal to the base's: copies that PEFT saved, and no contribution. By
+    `config`, the base's, a head may be the embedding.
     """
     model = ModelTensors(base, config)
     found = {name: model.find(name) for name in adapter.whole}
@@ -292,14 +288,8 @@ def without_copies(adapter: AdapterWeights, base: Catalog, config: Mapping[str, 
 
 
 def check_copies(copies: Iterable[tuple[TensorEntry, TensorEntry]], adapters: Sequence[AdapterWeights]) -> None:
-    """Checks that tensors of adapters that are not merged equal the tensors that are merged.
-
-    Args:
-        copies: each with the tensor that it must equal.
-        adapters: for errors.
-
-    Raises:
-        InconsistentError: one has other numbers.
+    """Checks that copies in adapters, which are not merged, equal the tensors that are, which stand behind them. Raises
+    InconsistentError if one has other numbers.
     """
     pairs = {(copy.name, own.name): (copy, own) for copy, own in copies}
     copied, owns = (

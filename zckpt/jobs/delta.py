@@ -210,12 +210,8 @@ def form_for(out: Location, version: int | None, encoding: Encoding, checksum: C
 def execute(
     job: PlannedDelta, progress: Callable[[int], None] | None = None, on_note: Callable[[str], None] = lambda note: None
 ) -> DeltaReport:
-    """Compares, writes and publishes; resumes an interrupted run of the same delta.
-
-    Args:
-        job: the delta.
-        progress: called with the bytes compared so far.
-        on_note: called with sentences for a person while it runs.
+    """Compares, writes and publishes; resumes an interrupted run of the same delta. `progress` is called with the bytes
+    compared so far, `on_note` with sentences for a person.
     """
     began = time.perf_counter()
     of = len(job.groups)

@@ -137,11 +137,8 @@ class Diff(Printed):
         }
 
     def lines(self, *, tensors: bool = False, width: int | None = None) -> Iterator[str]:
-        """The differences as lines for a person.
-
-        Args:
-            tensors: list every tensor, also those that are the same.
-            width: the most characters in a line, longer words aside; None to leave sentences whole.
+        """The differences as lines for a person: of tensors that are the same too, if `tensors` is set; `width` as in
+        `words.row`.
         """
         for only, side in ((self.only_a, "A"), (self.only_b, "B")):
             if only:

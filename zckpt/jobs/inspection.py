@@ -52,14 +52,7 @@ _MOST_EXPERTS = 8
 
 
 def file_rows(grid: Grid, listing: Listing, topology: Topology | None, width: int | None) -> Iterator[str]:
-    """The files of ranks, and how many other files there are.
-
-    Args:
-        grid: the state of each rank's files.
-        listing: all files of the save.
-        topology: the parallelism of the run, if it is known.
-        width: as in `words.row`.
-    """
+    """The files of ranks, by the state of each in `grid`, and how many other files there are; `width` as in `words.row`."""
     table: list[tuple[str, str, str]] = []
     for mp_ranks, runs in _alike(grid):
         model_part = f"mp_rank {ranges(mp_ranks)}" if len(grid) > 1 else ""
@@ -258,11 +251,8 @@ class Inspection(words.Printed):
         return facts
 
     def lines(self, *, tensors: bool = False, width: int | None = None) -> Iterator[str]:
-        """What `zckpt inspect` prints.
-
-        Args:
-            tensors: list every tensor too, and which files hold its elements.
-            width: the most characters in a line, longer words aside; None for one line a fact.
+        """What `zckpt inspect` prints: with `tensors`, each of them too, and which files hold its elements; `width` as in
+        `words.row`.
         """
         listing, catalog = self.place.listing, self.catalog
         topology = None

@@ -89,12 +89,8 @@ def complete(model: WorkingModel, base: str | os.PathLike[str] | None) -> Workin
 def merge_given(
     model: WorkingModel, lora: LoraMerge | None, recorded: Mapping[str, object] | None = None
 ) -> WorkingModel:
-    """Merges adapters into the weights.
-
-    Args:
-        model: with the checkpoint's tensors.
-        lora: which adapters, on which base.
-        recorded: the facts in the manifest of an output that was made so; None for one that a job will make.
+    """Merges adapters into the weights. `recorded`: the facts in the manifest of an output that was made so; None for one
+    that a job will make.
     """
     opened, bare = model.opened, model.catalog
     merged = merge(model, (lora or LoraMerge()) if recorded is None else lora_again(opened, recorded, lora))

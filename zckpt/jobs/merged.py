@@ -225,15 +225,8 @@ def _list_trained(
 
 
 def lora_again(opened: Opened, facts: Mapping[str, object], lora: LoraMerge | None) -> LoraMerge:
-    """Which adapters, on which base, an output with these facts in its manifest was made from.
-
-    Args:
-        opened: the checkpoint.
-        facts: that the manifest has of the merge.
-        lora: the base and the adapters, where they are not in the checkpoint.
-
-    Raises:
-        UsageError: it is not said where they are.
+    """Which adapters, on which base, an output with these facts of the merge in its manifest was made from. `lora`: those
+    that are not in the checkpoint. Raises UsageError if it is not said where they are.
     """
     is_alone = is_adapter_file(find_adapter(opened).catalog)
     recorded = facts.get("adapters")
@@ -302,14 +295,7 @@ def open_base(base: str | os.PathLike[str]) -> Opened:
 
 def find_model(name: str, what: str = "the base model", said: str = "--base") -> str:
     """The path of a model: `name` itself, or its directory in the hub's cache on this machine; nothing is downloaded.
-
-    Args:
-        name: a path, or a name on the hub.
-        what: the model, for errors.
-        said: where it is named, for errors.
-
-    Raises:
-        UsageError: it is not there.
+    Raises UsageError if it is not there, which says `what` it is and in which option it was `said`.
     """
     if locate(name).is_dir() or locate(name).is_file():
         return name

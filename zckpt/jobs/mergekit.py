@@ -40,13 +40,7 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass(frozen=True, slots=True)
 class MergeInput:
-    """A model that is merged.
-
-    Attributes:
-        path: where it is.
-        parameters: its own.
-        layers: how many it gives, if that is said.
-    """
+    """A model that is merged, with its own parameters, and how many layers it gives, if that is said."""
 
     path: str
     parameters: Mapping[str, Any]

@@ -345,12 +345,7 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True)
 class MergedWith:
-    """What was merged into an output, and is not in the checkpoint.
-
-    Attributes:
-        base: the model that the run began with, or that the adapters were trained on.
-        adapter: the adapters.
-    """
+    """What was merged into an output, and is not in the checkpoint: the base, and the adapters."""
 
     base: AnyPath | None = base_option()
     adapter: Sequence[AnyPath] = adapter_option()

@@ -221,13 +221,7 @@ def quantize(
 def open_model_for(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Any], why: str
 ) -> tuple[Opened, WorkingModel, WorkingModel]:
-    """Opens a checkpoint for a job that writes a directory with a config.
-
-    Args:
-        checkpoint: as for `to_fp8`.
-        out: as for `to_fp8`.
-        asked: what was asked for.
-        why: what is wrong if there is no config.
+    """Opens a checkpoint for a job that writes a directory with a config; `why` says what is wrong if there is none.
 
     Returns:
         The checkpoint as it is stored; the model as it is there, in the numbers that quantised tensors stand for; and what was

@@ -102,13 +102,8 @@ def _swap_file(listing: Listing, name: str) -> Cell:
 
 
 class _RankFile(NamedTuple):
-    """A file, and the rank that it belongs to.
-
-    Attributes:
-        kind: "model", "optim", ...
-        rank: data-parallel; None where all ranks share the file.
-        cell: its state, as far as it can be seen without the other files.
-        facts: what it says of its save.
+    """A file of a kind, and the data-parallel rank that it belongs to; None where all ranks share it. `cell`: its state, as
+    far as it can be seen without the other files; `facts`: what it says of its save.
     """
 
     kind: str

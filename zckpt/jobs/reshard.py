@@ -91,18 +91,9 @@ def plan_reshard(
     recorded: Mapping[str, object],
     world_size: int | None = None,
 ) -> PlannedReshard:
-    """A save with the file that names its tag, the model's config with the dtype of the weights, and a trainer's own files.
-
-    Args:
-        opened: the checkpoint.
-        laid: the files of the new one.
-        out: the output.
-        pointer: the file that names the tag.
-        asked: how the output is written.
-        tag: its name.
-        precision: the dtype of the module's own weights.
-        recorded: what the manifest says of the new one.
-        world_size: ranks that will resume; None for any number.
+    """A save with the file (`pointer`) that names its tag, the model's config with the dtype of the weights, and a
+    trainer's own files; `recorded`: what the manifest says of it; `world_size`: ranks that will resume, None for any
+    number.
     """
     home = opened.place.home
     config = config_file(opened.config(), precision)

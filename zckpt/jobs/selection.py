@@ -130,14 +130,7 @@ def is_wanted(entry: TensorEntry, selecting: Selecting) -> bool:
 
 def check_wanted(opened: Opened, catalog: Catalog, selecting: Selecting) -> None:
     """Makes sure that nothing that is wanted is packed, before a form of names meets tensors that it cannot understand.
-
-    Args:
-        opened: the checkpoint.
-        catalog: its tensors, without what wrappers put into their names.
-        selecting: which are wanted.
-
-    Raises:
-        UnsupportedError: one is packed; it names the quantisation.
+    `catalog`: without what wrappers put into names. Raises UnsupportedError, which names the quantisation.
     """
     opened.check_read(entry for entry in catalog.tensors.values() if is_wanted(entry, selecting))
 

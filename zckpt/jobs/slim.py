@@ -164,13 +164,8 @@ def is_copied(place: Place, name: str) -> bool:
 
 
 def slim_file(path: str, container: Container, cut: Cut, swapped: Callable[[str], bool]) -> Plan | None:
-    """A file without what is left out and without waste; None if it has neither.
-
-    Args:
-        path: of the file, in the output.
-        container: the file.
-        cut: what is left out, and where it is counted.
-        swapped: whether a label is that of a swap file.
+    """A file of the output without what is left out, which is counted in `cut`, and without waste; None if it has neither.
+    `swapped`: whether a label is that of a swap file.
     """
     refs = [ref for _, ref in tensors_in(container.root)]
     counted = dict(cut.bytes)

@@ -106,16 +106,8 @@ class NamedStates:
 def named_states(
     listing: Listing, names: Mapping[str, str], aliases: Mapping[str, str], *, allow_unknown: bool = False
 ) -> NamedStates:
-    """The states of a save.
-
-    Args:
-        listing: the save.
-        names: of its tensors, as the layout has them -> as they are wanted.
-        aliases: dropped name -> kept name, as they are wanted.
-        allow_unknown: as for `layouts.read_training`.
-
-    Raises:
-        UnsupportedError: the save names no states, or none that zckpt reads; it says why.
+    """The states of a save, with names of tensors as they are wanted, which `names` gives for those of the layout. Raises
+    UnsupportedError if the save names no states, or none that zckpt reads; it says why.
     """
     training = layouts.read_training(listing, allow_unknown=allow_unknown, any_shape=True)
     entries: dict[str, dict[str, TensorEntry]] = {}

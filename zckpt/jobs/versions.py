@@ -28,12 +28,8 @@ from zckpt.jobs.steps import open_model, reform, select_wanted
 
 @dataclass(frozen=True, slots=True)
 class TensorPair:
-    """A tensor in both versions.
-
-    Attributes:
-        old: in the old one.
-        new: in the new one, perhaps under another of its names.
-        dtype: of the bytes that are compared.
+    """A tensor in both versions, in the new one perhaps under another of its names; `dtype`: of the bytes that are
+    compared.
     """
 
     old: TensorEntry
@@ -76,14 +72,8 @@ def pair_tensors(
     where: str,
     wanted: DType | None,
 ) -> list[TensorPair]:
-    """Every tensor of the old version with the same of the new one, in the old one's order.
-
-    Args:
-        old: the old version.
-        tensors: of the new one.
-        aliases: of the new one.
-        where: the new one, for errors.
-        wanted: the dtype that is asked for; None for that of the old version.
+    """Every tensor of the old version with the same of the new one, in the old one's order; `where` names the new one for
+    errors.
 
     Raises:
         InconsistentError: the versions have different tensors; names them.

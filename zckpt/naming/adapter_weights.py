@@ -236,15 +236,9 @@ class AdapterWeights:
         return Factors(module, found["a"], found["b"], found.get("bias"), found.get("magnitude"), "embedding" in found)
 
     def scaling(self, key: str, rank: int, factors: Factors) -> float:
-        """What the product of a module's factors is multiplied by, its weight included.
-
-        Args:
-            key: the module, or the parameter, by its name in the base model.
-            rank: that the tensors show.
-            factors: for errors.
-
-        Raises:
-            InconsistentError: the config says another rank. CorruptError: it does not say rank or alpha.
+        """What the product of a module's factors is multiplied by, its weight included; `key`: its name in the base model,
+        `rank`: that the tensors show. Raises InconsistentError if the config says another rank, CorruptError if it does not
+        say rank or alpha.
         """
         r = self._number("rank_pattern", "r", key)
         alpha = self._number("alpha_pattern", "lora_alpha", key)

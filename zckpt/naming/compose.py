@@ -22,14 +22,7 @@ _Held = dict[str, dict[_Numbers, TensorEntry]]
 
 
 class _Made(NamedTuple):
-    """A tensor that was put together.
-
-    Attributes:
-        place: sorts tensors as a model has them.
-        rule: that made it.
-        block: in which it is; -1 outside of blocks.
-        entry: the tensor.
-    """
+    """A tensor that was put together by a rule. `place` sorts tensors as a model has them; `block` is -1 outside of blocks."""
 
     place: tuple[int, ...]
     rule: NamingRule

@@ -72,17 +72,9 @@ def whole_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_keys(config: Mapping[str, Any], keys: Mapping[str, Keys], writer: str, path: str, remedy: str) -> None:
-    """Checks that a writer's form of the model can express all that changes what the model computes.
-
-    Args:
-        config: as `whole_config` makes it.
-        keys: model type -> what the writer understands.
-        writer: its name, for the error.
-        path: of the checkpoint, for the error.
-        remedy: for the error.
-
-    Raises:
-        UnsupportedError: it cannot; names each key.
+    """Checks that a writer's form of the model can express all that changes what the model computes. `config` is from
+    `whole_config`, `keys` says for each model type what the writer understands. Raises UnsupportedError, which names each
+    key that it cannot say.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in keys:

@@ -41,14 +41,9 @@ from zckpt.naming.vocabulary import with_vocabulary
 
 
 def with_groups(facts: Facts, local: Iterable[str]) -> Facts:
-    """The facts with attention_groups and gated_groups; see [Note: the order of queries, keys and values].
-
-    Args:
-        facts: with query_heads, key_heads and head_size, and the checkpoint's version, ranks and rules.
-        local: local names of all tensors.
-
-    Raises:
-        UnsupportedError: the checkpoint does not tell them.
+    """The facts, which have heads and the checkpoint's version, ranks and rules, with attention_groups and gated_groups;
+    see [Note: the order of queries, keys and values]. `local`: local names of all tensors. Raises UnsupportedError if these
+    do not tell them.
     """
     local = [re.sub(r"^layers\.\d+\.", "", name) for name in local]
     version, ranks = facts.get("version"), facts.whole("ranks") or 1

@@ -137,12 +137,7 @@ def _scaled_attention(family: Scheme, facts: Facts) -> list[str]:
 
 
 def make_config(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, object]:
-    """The config of a model in parts.
-
-    Args:
-        family: one of transformers.
-        parts: of the model.
-        facts: with what the parts show.
+    """The config of a model in parts, of a Hugging Face family.
 
     Raises:
         UnsupportedError: the run used something that the family does not have.
@@ -275,11 +270,8 @@ def _activation(arguments: Mapping[str, object], path: str) -> str:
 
 
 def by_config(config: Mapping[str, object], where: str) -> tuple[str, tuple[str, ...]]:
-    """The family of a config's `model_type`, and a note with the evidence; ("", ()) for an unknown one.
-
-    Args:
-        config: transformers' config of the model.
-        where: where it is from, for the note.
+    """The family of a config's `model_type`, and a note with the evidence; ("", ()) for an unknown one. `where`: where it
+    is from.
     """
     family = family_of(kind := config.get("model_type"))
     if family is None:
@@ -289,15 +281,8 @@ def by_config(config: Mapping[str, object], where: str) -> tuple[str, tuple[str,
 
 
 def by_parts(parts: Catalog, facts: Facts, origins: Mapping[str, str] | None = None) -> tuple[str, tuple[str, ...]]:
-    """The family that a model's parts and the arguments of its run fit, and a note with the evidence.
-
-    Args:
-        parts: of the model.
-        facts: with what the parts show.
-        origins: name of a part -> the tensor that it is from, for the error.
-
-    Raises:
-        UnsupportedError: they fit none; says what comes near.
+    """The family that a model's parts and the arguments of its run fit, and a note with the evidence; `origins`: name of a
+    part -> the tensor that it is from, for the error. Raises UnsupportedError if they fit none; says what comes near.
     """
     there = {parse_part_name(name).part: name for name in parts.tensors}
     every = [scheme(f"hf-{name}") for name in families()]

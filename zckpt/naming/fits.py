@@ -77,11 +77,8 @@ class Misfits(NamedTuple):
 
 
 def find_misfits(catalog: Catalog, config: Mapping[str, Any]) -> Misfits | None:
-    """Compares a model's tensors with its config; None if zckpt does not know its class.
-
-    Args:
-        catalog: the tensors under the hub's names; its aliases are not looked at.
-        config: of transformers.
+    """Compares a model's tensors, under the hub's names and without aliases, with its config; None if zckpt does not know
+    its class.
     """
     catalog = replace(catalog, aliases={})
     known = known_shapes(config)

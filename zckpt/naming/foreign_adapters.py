@@ -68,14 +68,9 @@ def is_foreign(catalog: Catalog) -> bool:
 
 
 def in_peft_form(catalog: Catalog, facts: Facts) -> Catalog:
-    """The tensors of such an adapter with the names and shapes that PEFT gives them.
-
-    Args:
-        catalog: its tensors.
-        facts: what is known of the model: how many heads of queries and keys there are, and its type.
-
-    Raises:
-        UnsupportedError: it changes modules for which there is no rule. IncompleteError: the number of heads is not known.
+    """The tensors of such an adapter with the names and shapes that PEFT gives them, by the model's type and its numbers of
+    heads. Raises UnsupportedError if it changes modules for which there is no rule, IncompleteError if the number of heads
+    is not known.
     """
     tensors: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
@@ -212,14 +207,8 @@ def _modules_of(entry: TensorEntry, match: re.Match[str], facts: Facts) -> Itera
 def config_of_meta(
     meta: object, file: str, adapter: Mapping[str, TensorEntry], whole: Iterable[str], model: Iterable[str]
 ) -> dict[str, object]:
-    """Makes the fields of `adapter_config.json` from what verl says of a LoRA adapter.
-
-    Args:
-        meta: what `lora_train_meta.json` says.
-        file: its path, for errors.
-        adapter: the adapter's tensors, by their names in `adapter_model.safetensors`.
-        whole: names in the model of the adapter's modules that are trained whole.
-        model: names of all tensors of the model.
+    """Makes the fields of `adapter_config.json` from what verl says of a LoRA adapter (`meta`, in `file`), from its
+    tensors, and from names in the model: of modules that are trained `whole`, and of all tensors.
 
     Raises:
         CorruptError: `meta` does not give a rank and an alpha.

@@ -38,12 +38,7 @@ def is_known(metadata: Mapping[str, object]) -> bool:
 
 
 def config_of_gguf(catalog: Catalog, metadata: Mapping[str, object], family: str = "") -> dict[str, object]:
-    """The config of the model in a GGUF file.
-
-    Args:
-        catalog: its tensors, under GGUF's names.
-        metadata: key -> value.
-        family: "mistral" or "mixtral" where the user says so.
+    """The config of the model in a GGUF file. `family`: "mistral" or "mixtral" where the user says so.
 
     Raises:
         CorruptError: the metadata lacks what every such model has, or contradicts itself.

@@ -80,15 +80,8 @@ _REMEDY = (
 
 
 def check_config(config: Mapping[str, Any], filled: Mapping[str, Any], path: str) -> None:
-    """Checks that a GGUF file and llama.cpp express what a model's config says.
-
-    Args:
-        config: transformers' config of the model.
-        filled: the same with the class's values for what it leaves out, as `filled_in` makes it.
-        path: of the checkpoint, for errors.
-
-    Raises:
-        UnsupportedError: they do not; names each key.
+    """Checks that a GGUF file and llama.cpp express what a model's config says; `filled` is the same as `filled_in` makes
+    it. Raises UnsupportedError if they do not; names each key.
     """
     if config.get("model_type") == "gemma3":  # beside the text model stand numbers of pictures
         text = config.get("text_config")
@@ -156,14 +149,8 @@ _SCALED = ("llama3", "yarn", "longrope")
 
 
 def filled_in(config: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A config with transformers' defaults for what it leaves out, and the text model's values at its top.
-
-    Args:
-        config: of one of the models that `to-gguf` writes.
-        path: of the checkpoint, for errors.
-
-    Raises:
-        UnsupportedError: it says something that transformers does not take.
+    """A config of a model that `to-gguf` writes, with transformers' defaults for what it leaves out, and the text model's
+    values at its top. Raises UnsupportedError if it says something that transformers does not take.
     """
     text = config.get("text_config")
     if config["model_type"] == "gemma3":

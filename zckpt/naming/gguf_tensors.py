@@ -39,12 +39,8 @@ _MOST_BYTES = 64 << 20
 def add_frequency_factors(
     tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], rows: int | None
 ) -> list[TensorEntry]:
-    """The tensors in their order, with the factors of frequencies, if the model has some, before them.
-
-    Args:
-        tensors: under GGUF's names.
-        config: of the model.
-        rows: that the embedding keeps; None for all.
+    """The tensors in their order, with the factors of frequencies, if the model has some, before them; `rows`: that the
+    embedding keeps, None for all.
     """
     found = dict(tensors)
     if rows is not None and _EMBEDDING in found:
@@ -74,12 +70,8 @@ def vocabulary_rows(config: Mapping[str, Any], home: Location | None) -> int | N
 
 
 def as_read(catalog: Catalog, config: Mapping[str, Any], recorded: Mapping[str, Any]) -> Catalog:
-    """What a GGUF file of a model holds, by the facts in its manifest: with the numbers that blocks stand for.
-
-    Args:
-        catalog: the model under GGUF's names.
-        config: of it.
-        recorded: the type, and the rows of the embedding.
+    """What a GGUF file of a model under GGUF's names holds, with the numbers that blocks stand for, by the type and the
+    rows of the embedding in its manifest.
     """
     said = recorded.get("imatrix")
     matrix = None if said is None else _matrix_again(str(said["file"]), str(said["digest"]))

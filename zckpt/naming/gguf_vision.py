@@ -188,15 +188,9 @@ _RULES: Mapping[str, Callable[[Any, VisionFamily, Any], Any]] = {
 
 
 def config_of_vision(tensors: Collection[str], home: Location, config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The config for `vision_of`; of a model in Mistral's own form, what its `params.json` says.
-
-    Args:
-        tensors: names of the model's.
-        home: the model's directory.
-        config: what was given, or is beside it; also a `params.json` itself.
-
-    Raises:
-        IncompleteError: there is no `params.json` beside such a model.
+    """The config for `vision_of`; of a model in Mistral's own form, by its tensors' names, what its `params.json` says.
+    `config`: what was given, or is beside it; also a `params.json` itself. Raises IncompleteError if there is none beside
+    such a model.
     """
     if _OF_MISTRAL not in tensors:
         return config or {}
@@ -238,13 +232,7 @@ def vision_of(config: Mapping[str, Any], path: str, images: Mapping[str, Any] | 
 def vision_tensors(
     tensors: Mapping[str, TensorEntry], config: Mapping[str, Any], asked: str, home: Location
 ) -> Iterator[tuple[TensorEntry, GgmlType]]:
-    """The tensors of the file under its names, each with its type.
-
-    Args:
-        tensors: of the model, under transformers' names.
-        config: of the model.
-        asked: the type of matrices.
-        home: the model's directory, with its tokenizer.
+    """The tensors of the file under its names, each with its type; `asked` is that of matrices, `home` has the tokenizer.
 
     Raises:
         IncompleteError: one that llama.cpp needs is missing.
@@ -425,11 +413,8 @@ def vision_as_read(
 
 
 def vision_parameters(config: Mapping[str, Any], file_type: int) -> Callable[[gguf.GGUFWriter, Path], None]:
-    """A function that adds the sizes and constants of the images' side to a writer.
-
-    Args:
-        config: of the model.
-        file_type: llama.cpp's number of the type that most tensors have.
+    """A function that adds the sizes and constants of the images' side to a writer; `file_type`: llama.cpp's number of the
+    type that most tensors have.
     """
 
     def add(writer: gguf.GGUFWriter, directory: Path) -> None:

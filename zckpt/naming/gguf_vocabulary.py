@@ -70,15 +70,8 @@ class Tokens:
 
 
 def tokens_of(directory: Path, *, alone: bool = True) -> Tokens:
-    """The tokens of a directory's tokenizer.json.
-
-    Args:
-        directory: with the tokenizer's files.
-        alone: whether tokenizer.json is enough where the files beside it say nothing else.
-
-    Raises:
-        UnsupportedError: a package is missing.
-        Exception: whatever the packages raise where a file cannot be read.
+    """The tokens of a directory's tokenizer.json: by itself, if the files beside it say nothing else, and `alone` is set.
+    Raises UnsupportedError if a package is missing; and whatever the packages raise where a file cannot be read.
     """
     if alone and (found := _by_tokenizers(directory)) is not None:
         return found
@@ -245,14 +238,8 @@ _CODE_LLAMA, _GRANITE = 32016, 49152
 def add_vocabulary(
     writer: gguf.GGUFWriter, directory: Path, config: Mapping[str, Any], pre_tokenizer: str, home: str
 ) -> None:
-    """Adds the vocabulary.
-
-    Args:
-        writer: takes the metadata.
-        directory: with the tokenizer's files and the config.
-        config: of the model.
-        pre_tokenizer: llama.cpp's name of it; empty to find it.
-        home: where the files are from, for errors.
+    """Adds the vocabulary of a directory's tokenizer; `pre_tokenizer`: llama.cpp's name of it, empty to find it; `home`:
+    for errors.
 
     Raises:
         UsageError: there is no tokenizer. UnsupportedError: it is of a kind that is not known. CorruptError: it cannot be read.

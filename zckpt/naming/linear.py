@@ -58,12 +58,7 @@ class LinearLayers:
 
 
 def layers_of(names: Iterable[str], config: Mapping[str, Any]) -> LinearLayers | None:
-    """The tensors of a model, by kind; None for a family that zckpt does not know, or with layers of another class.
-
-    Args:
-        names: of all tensors.
-        config: of the model, by transformers.
-    """
+    """The tensors of a model, by kind; None for a family that zckpt does not know, or with layers of another class."""
     kind = config.get("model_type")
     family = next((name for name in families() if kind in model_types(scheme(f"hf-{name}"))), None)
     if family is None or family in _OTHER_CLASSES:

@@ -46,11 +46,7 @@ _RANDOM = re.compile(r"nnx_aux\..*|(?:.*\.)?(?:\w*rngs|dropout)\..*", re.DOTALL)
 
 def flax_names(names: Sequence[str], prefixes: Sequence[str]) -> dict[str, str]:
     """Each name of Flax's with that of the parameter, as Linen has it: NNX has a number as a key of its own, and `value` at
-    the end.
-
-    Args:
-        names: of all tensors.
-        prefixes: beginnings; the first that all parameters have is taken off.
+    the end. Of `prefixes`, the first that all parameters have is taken off.
     """
     own = [name for name in names if not _RANDOM.fullmatch(name)]
     prefix = next((p for p in prefixes if own and all(name.startswith(p) for name in own)), "")

@@ -84,14 +84,8 @@ Source: Megatron-LM (core 0.20), megatron/training/checkpointing.py `load_args_f
 
 
 def check_computed(config: Mapping[str, object] | None, path: str) -> None:
-    """Checks that Megatron-Core computes such models, by the family's file.
-
-    Args:
-        config: transformers' config of the model, if there is one.
-        path: of the checkpoint, for the error.
-
-    Raises:
-        UnsupportedError: it does not; says why.
+    """Checks that Megatron-Core computes models of such a config, by the family's file. Raises UnsupportedError if not;
+    says why.
     """
     for kind in () if config is None else (config.get("model_type"), whole_config(config).get("model_type")):
         family = family_of(kind)
@@ -102,16 +96,8 @@ def check_computed(config: Mapping[str, object] | None, path: str) -> None:
 
 
 def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object], multiple: int) -> dict[str, object]:
-    """The arguments of a model.
-
-    Args:
-        facts: of the model, with what its parts show.
-        parts: of the model.
-        config: transformers' config of it.
-        multiple: the padded vocabulary is a multiple of it.
-
-    Raises:
-        UnsupportedError: the config says something that changes what the model computes, and that no argument says.
+    """The arguments of a model, by what its parts show and its config; the padded vocabulary is a multiple of `multiple`.
+    Raises UnsupportedError if the config says something that changes what the model computes, and that no argument says.
     """
     outer = family_of(config.get("model_type"))
     config = whole_config(config)

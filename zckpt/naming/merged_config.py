@@ -59,14 +59,8 @@ def without_language_head(tensors: Iterable[str]) -> list[str]:
 def change_config(
     config: Mapping[str, object], *, untied: bool, kind: str, tensors: Mapping[str, TensorEntry], rows: int | None
 ) -> dict[str, object]:
-    """A base model's config as the merged model needs it.
-
-    Args:
-        config: the base's.
-        untied: whether head and embedding are stored apart now.
-        kind: the class that the adapter was trained in; empty for the base's own.
-        tensors: of the merged model.
-        rows: of embeddings, where an adapter has another number of them than the base.
+    """A base model's config as the merged model needs it: with head and embedding `untied`, of the class (`kind`) in which
+    the adapter was trained, and with `rows` of embeddings, where an adapter has another number of them than the base.
     """
     found = dict(config)
     text = config.get("text_config")

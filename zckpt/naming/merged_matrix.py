@@ -217,11 +217,8 @@ def _row_lengths(matrix: Floats, rows: int) -> Floats:
 
 
 def replace_rows(base: TensorEntry, others: tuple[tuple[TensorEntry, tuple[tuple[int, int], ...]], ...]) -> Formula:
-    """The recipe of a matrix with some rows taken from others: tokens of an embedding that were trained alone.
-
-    Args:
-        base: the matrix.
-        others: (matrix, row of `base` -> row of this matrix) of each adapter.
+    """The recipe of a matrix with some rows taken from `others`, tokens of an embedding that were trained alone: for each
+    adapter, its matrix, and pairs of a row of `base` and the row that it becomes.
     """
     width = math.prod(base.shape[1:])
 

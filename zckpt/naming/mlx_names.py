@@ -75,13 +75,8 @@ class MlxForm(NamedTuple):
 
 
 def in_mlx_form(catalog: Catalog, config: Mapping[str, Any], bits: int | None, group: int) -> MlxForm:
-    """Names, stacks and cuts the tensors of a model as MLX has them, and says how many bits each gets.
-
-    Args:
-        catalog: with the hub's names.
-        config: of the model.
-        bits: of a code; None for none.
-        group: columns of a group.
+    """Names, stacks and cuts the tensors of a model as MLX has them, and says how many bits (None for none) each gets, in
+    which groups of columns.
 
     Raises:
         UnsupportedError: mlx-lm has no such model that zckpt knows, or tensors have no place in it.

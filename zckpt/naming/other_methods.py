@@ -55,11 +55,8 @@ CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
 
 def parse_part(peft_type: object, name: str) -> tuple[str, str] | None:
-    """(module, part) of a tensor of one of these methods; None for any other tensor.
-
-    Args:
-        peft_type: that the adapter's config says.
-        name: of the tensor, without `base_model.model.`.
+    """(module, part) of a tensor of one of these methods, by its name without `base_model.model.`; None for any other
+    tensor.
     """
     pattern = _PARTS.get(str(peft_type))
     found = re.fullmatch(rf"(?P<module>.+)\.(?P<part>{pattern})", name) if pattern else None

@@ -59,14 +59,8 @@ def split_rows(entry: TensorEntry, pieces: Sequence[tuple[str, Shape]]) -> list[
 
 
 def rows_of(entry: TensorEntry, name: str, groups: int, widths: Sequence[int], number: int) -> TensorEntry:
-    """One part of a tensor that holds several; see [Note: groups of rows].
-
-    Args:
-        entry: the tensor that holds them all.
-        name: of the part.
-        groups: how many there are.
-        widths: rows of each part in a group.
-        number: which part.
+    """The part with this number of a tensor that holds several, which have so many rows (`widths`) in a group; see [Note:
+    groups of rows].
     """
     width = math.prod(entry.shape[1:])
     own, pitch = widths[number] * width, sum(widths) * width
@@ -158,15 +152,8 @@ def transpose(entry: TensorEntry) -> TensorEntry:
 
 
 def swap_head_halves(entry: TensorEntry, heads: int, *, apart: bool) -> TensorEntry:
-    """A part with rows of heads that are neighbouring pairs, with them in two halves; or the other way.
-
-    Args:
-        entry: rows of `heads` heads.
-        heads: how many.
-        apart: from pairs to halves; False for from halves to pairs.
-
-    Raises:
-        InconsistentError: heads have an odd number of rows, or the rows are not a multiple of them.
+    """A part with rows of heads that are neighbouring pairs, with them in two halves (`apart`); or the other way. Raises
+    InconsistentError if heads have an odd number of rows, or the rows are not a multiple of them.
     """
     rows, width = entry.shape[0], math.prod(entry.shape[1:])
     if rows % (2 * heads):

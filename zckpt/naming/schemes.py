@@ -244,11 +244,8 @@ class Scheme:
 
 
 def _fitter(scheme: Scheme, there: frozenset[str]) -> Callable[[str], Fit | None]:
-    """A function from a name to its `Fit`, which asks the rules once for all names that differ in numbers only.
-
-    Args:
-        scheme: its rules are asked.
-        there: the names of all tensors.
+    """A function from a name to its `Fit`, which asks the rules once for all names that differ in numbers only; `there`:
+    all names.
     """
     templates = [
         (*_ends(template), template, rule)

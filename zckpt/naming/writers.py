@@ -111,12 +111,7 @@ def writers() -> tuple[str, ...]:
 
 
 def name_for_writer(catalog: Catalog, place: Place, naming: SchemeNames) -> RenamedModel:
-    """The tensors with a writer's names.
-
-    Args:
-        catalog: the checkpoint, under any names that a scheme takes.
-        place: where it is.
-        naming: the options.
+    """The tensors, which have any names that a scheme takes, with a writer's names.
 
     Raises:
         UnsupportedError: tensors have no place in a scheme.

@@ -30,13 +30,8 @@ _MOST_KEPT = 1 << 23
 
 
 class Affine:
-    """Quantises one tensor for MLX; its codes, scales and biases are computed together and read by three recipes.
-
-    Args:
-        entry: of floats, in the dtype of the model.
-        group: columns of a group.
-        bits: of a code.
-        dtype: of scales and biases.
+    """Quantises one tensor of floats for MLX, in groups of columns; its codes of so many bits, scales and biases are
+    computed together and read by three recipes. `dtype`: of scales and biases.
     """
 
     def __init__(self, entry: TensorEntry, group: int, bits: int, dtype: DType) -> None:

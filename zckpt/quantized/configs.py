@@ -194,12 +194,8 @@ def without(config: Mapping[str, object]) -> dict[str, object]:
 def quantization_config(
     scheme: Scheme | Literal["stacks"], kept: Sequence[str], group_size: int | None = None
 ) -> dict[str, object]:
-    """The `quantization_config` of an output.
-
-    Args:
-        scheme: of its scales; "stacks" for NVFP4 of experts as ModelOpt has it.
-        kept: modules with weights that are matrices and not quantised.
-        group_size: of the scheme, where it has another one than usual.
+    """The `quantization_config` of an output; "stacks" is NVFP4 of experts as ModelOpt has it, and `kept` are modules with
+    matrices that are not quantised.
     """
     if scheme == "stacks":
         weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}

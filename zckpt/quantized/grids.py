@@ -139,12 +139,7 @@ def grid_of(
 
 @dataclass(frozen=True, slots=True)
 class Dequantised:
-    """A tensor times its scales, in fp32.
-
-    Attributes:
-        inputs: the tensor of fp8, and its scales in the order of the blocks.
-        grid: how they lie over it.
-    """
+    """A tensor of fp8 times its scales, which are in the order of the blocks, in fp32."""
 
     inputs: tuple[TensorEntry, TensorEntry]
     grid: Grid
@@ -190,13 +185,7 @@ class Dequantised:
 
 @dataclass(frozen=True, slots=True)
 class Narrowed:
-    """A tensor in another dtype, with each number rounded once.
-
-    Attributes:
-        inputs: the tensor.
-        dtype: of the result.
-        unit: as in the tensor's own recipe.
-    """
+    """A tensor in another dtype, with each number rounded once; `unit`: as in the tensor's own recipe."""
 
     inputs: tuple[TensorEntry]
     dtype: DType

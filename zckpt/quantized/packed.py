@@ -111,11 +111,8 @@ class Packed:
 
 
 def find_packed(catalog: Catalog, quantization: Quantization | None) -> Packed | None:
-    """Finds the packed tensors of a catalog; None if there are none.
-
-    Args:
-        catalog: as stored.
-        quantization: what the model's config says; of use only for bytes that have no scales beside them.
+    """Finds the packed tensors of a catalog as stored; None if there are none. What the config says is of use only for
+    bytes that have no scales beside them.
     """
     tensors = catalog.tensors
     more = forms_of_packages(tensors.keys())
@@ -242,16 +239,8 @@ def _find_integers(tensors: Mapping[str, TensorEntry], names: Iterable[str]) -> 
 def check_unpacked(
     entries: Iterable[TensorEntry], packed: Packed | None, quantization: Quantization | None, path: str
 ) -> None:
-    """Checks that no tensor that is written is packed, or computed from a packed one.
-
-    Args:
-        entries: the tensors, with those that zckpt reads as what they stand for.
-        packed: what is packed in the checkpoint.
-        quantization: what the model's config says.
-        path: of the checkpoint.
-
-    Raises:
-        UnsupportedError: one is; it names the form.
+    """Checks that no tensor that is written, such as those that zckpt reads as what they stand for, is packed or computed
+    from a packed one. Raises UnsupportedError if one is; it names the form.
     """
     places: Set[Fragment] = frozenset() if packed is None else packed.places
     if quantization is None and not places:

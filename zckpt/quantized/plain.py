@@ -44,12 +44,7 @@ class Scaled:
 
 
 def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Collection[str] = ()) -> dict[str, Scaled]:
-    """The tensors of fp8 that have scales beside them, by name.
-
-    Args:
-        catalog: as stored.
-        quantization: what the model's config says.
-        packed: names of tensors of another form.
+    """The tensors of fp8 that have scales beside them, by name; `packed`: names of tensors of another form.
 
     Raises:
         InconsistentError: scales do not fit their tensor.
@@ -146,12 +141,8 @@ def is_fp8(dtype: DType) -> bool:
 
 
 def plain(catalog: Catalog, found: Mapping[str, TensorEntry], gone: Collection[str] = ()) -> Catalog:
-    """The catalog with the numbers that quantised tensors stand for, without scales.
-
-    Args:
-        catalog: as stored.
-        found: name of a tensor -> what it stands for.
-        gone: names of tensors that belong to those.
+    """The catalog with the numbers that quantised tensors stand for, and without scales and what else belongs to them
+    (`gone`).
     """
     gone = {*gone} - found.keys()
     for name, entry in found.items():

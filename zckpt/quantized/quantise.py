@@ -429,14 +429,9 @@ _OWN = {
 def is_in_form(
     packed: Packed | None, scaled: Mapping[str, Scaled], grids: Mapping[str, Grid], scheme: str, group: int
 ) -> bool:
-    """Whether all quantised tensors of a checkpoint have a form already, whichever library wrote them.
-
-    Args:
-        packed: the packed ones.
-        scaled: those of fp8.
-        grids: of these, the grid that the form has; empty for any.
-        scheme: the form.
-        group: its columns of a block.
+    """Whether all quantised tensors of a checkpoint, packed ones and those of fp8, have a form already, with so many
+    columns in a block (`group`), whichever library wrote them. `grids`: the grid that the form has for those of fp8; empty
+    for any.
     """
     parts = () if packed is None else packed.parts
     if scheme not in _OWN:

@@ -35,13 +35,7 @@ _AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, slots=True)
 class RowsAgain:
-    """A recipe (`core.recipes`): rows that a function computes.
-
-    Attributes:
-        inputs: the tensors that it reads.
-        width: elements of a row.
-        rows: the function.
-    """
+    """A recipe (`core.recipes`): rows of so many elements that a function computes."""
 
     inputs: tuple[TensorEntry, ...]
     width: int
@@ -70,11 +64,8 @@ class RowsAgain:
 
 
 def stored_again(entry: TensorEntry, own: Tensors) -> dict[str, TensorEntry]:
-    """The tensors of an output that hold a quantised tensor as stored; their bytes are those of the source's.
-
-    Args:
-        entry: what `derive_again` found for it.
-        own: the output's tensors for it.
+    """Those of the output's tensors for a quantised one (`own`) that hold it as stored, by what `derive_again` found for
+    it; their bytes are those of the source's.
     """
     recipes = [f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)]
     if len(recipes) != 1 or not isinstance(recipes[0], RowsAgain):
@@ -92,12 +83,8 @@ def stored_again(entry: TensorEntry, own: Tensors) -> dict[str, TensorEntry]:
 def derive_again(
     tensors: Tensors, config: Mapping[str, Any], values: Callable[[TensorEntry], Any]
 ) -> dict[str, TensorEntry]:
-    """The tensors of quantised ones' numbers, by their plain names.
-
-    Args:
-        tensors: as stored.
-        config: what the model's config says of quantisation.
-        values: reads a small tensor whole.
+    """The tensors of quantised ones' numbers, by their plain names; the config is what a model's says of quantisation, and
+    `values` reads a small tensor whole.
     """
     found: dict[str, TensorEntry] = {}
     if any(entry.dtype.kind == "power" for entry in tensors.values()):
@@ -224,10 +211,8 @@ def _fp4_down(name: str, codes: TensorEntry, scales: TensorEntry, second: Tensor
 
 
 def powers_again(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
-    """The numbers of a tensor of MXFP4, with a row of blocks for each row, and its powers; None for another tensor.
-
-    Args:
-        entry: what `derive_again` found.
+    """The numbers of a tensor of MXFP4 that `derive_again` found, with a row of blocks for each row, and its powers; None
+    for another tensor.
     """
     recipes = [f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)]
     if len(recipes) != 1 or not isinstance(recipes[0], RowsAgain) or len(recipes[0].inputs) != 2:

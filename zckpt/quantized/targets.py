@@ -69,14 +69,8 @@ class Target:
         return -(-columns * self.bits // (8 * self.codes[0].itemsize))
 
     def scales_of(self, largest: Floats, weights: DType, second: float | None, stored: DType, tools: Tools) -> Floats:
-        """The scales as they are stored, as fp32.
-
-        Args:
-            largest: magnitudes in blocks.
-            weights: the dtype of the weights, in which quotients are rounded.
-            second: the scale of scales.
-            stored: the dtype of scales.
-            tools: to round with.
+        """The scales of blocks with these largest magnitudes as they are stored, as fp32. Quotients are rounded in the
+        dtype of the weights; `second`: the scale of scales.
         """
         import numpy as np
 
@@ -181,11 +175,8 @@ _AT_ONCE = 1 << 19
 
 
 class Powers(NamedTuple):
-    """A tensor of MXFP4 that becomes NVFP4: its blocks' powers of two are scales of halves of these blocks.
-
-    Attributes:
-        numbers: the tensor, with a row of blocks for each row of a matrix.
-        scales: its powers, one for 32 elements (E8M0).
+    """A tensor of MXFP4 that becomes NVFP4, with a row of blocks for each row of a matrix, and its powers, one for 32
+    elements (E8M0): they are scales of halves of these blocks.
     """
 
     numbers: TensorEntry

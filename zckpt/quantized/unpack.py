@@ -48,14 +48,8 @@ Reader = Callable[[Part, Quantization, Values], Coded | None]
 def unpack(
     catalog: Catalog, packed: Packed, quantization: Quantization | None, dtype: DType | None
 ) -> dict[str, TensorEntry]:
-    """The tensors of packed ones' numbers: name of the codes -> the tensor. Forms that zckpt does not read are left
-    out.
-
-    Args:
-        catalog: as stored.
-        packed: what is packed in it.
-        quantization: what the model's config says.
-        dtype: that numbers are rounded to; None for fp32.
+    """The tensors of packed ones' numbers: name of the codes -> the tensor. Forms that zckpt does not read are left out.
+    `dtype`: that numbers are rounded to; None for fp32.
 
     Raises:
         InconsistentError: parts do not fit each other.
