@@ -169,9 +169,7 @@ def test_an_adapter_of_another_kind_is_refused() -> None:
 
 
 def size_in(name: str | Path, adapter: str | None = None) -> ModelSize:
-    source = find_source(str(name), adapter)
-    assert isinstance(source.model, ModelSize)
-    return source.complete(source.model)
+    return find_source(str(name), adapter, lambda unknown: pytest.fail(f"no formula knows {unknown}"))
 
 
 def test_a_checkpoint_says_what_is_frozen() -> None:
@@ -202,15 +200,15 @@ def test_an_adapter_is_found_beside_its_base_and_by_name(tmp_path: Path) -> None
     assert size_in(alone).trained == trained
     (alone / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(UsageError, match="does not say which model"):
-        find_source(str(alone))
+        size_in(alone)
 
 
 def test_another_kind_of_model_is_built_without_memory(tmp_path: Path) -> None:
     config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 64, "num_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    source = find_source(str(tmp_path))
-    assert isinstance(source.model, Unknown)
-    built = built_by_transformers(source.model)
+    asked: list[Unknown] = []
+    built = find_source(str(tmp_path), None, lambda unknown: built_by_transformers(asked.append(unknown) or unknown))
+    assert [one.config for one in asked] == [config]
     kind = getattr(transformers, config["architectures"][0])
     model = kind(transformers.AutoConfig.from_pretrained(tmp_path))
     assert built.numel == sum(parameter.numel() for parameter in model.parameters())
@@ -232,9 +230,9 @@ def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path: Path, monkeypatch: p
     (snapshot / "config.json").write_text(json.dumps(config))
     assert size_in("me/small").numel == sum(p.numel() for p in made("GPT2LMHeadModel", **GPT2)[0].parameters())
     with pytest.raises(UsageError, match="the hub gives no model of this name"):
-        find_source("me/another")
+        size_in("me/another")
     with pytest.raises(UsageError, match="no such file or directory"):
-        find_source("./nothing.json")
+        size_in("./nothing.json")
 
 
 def test_frozen_parameters_and_tied_ones_of_a_live_model() -> None:

@@ -18,6 +18,8 @@ from zckpt.jobs.groups import option
 
 if TYPE_CHECKING:
     from zckpt.estimation.choices import Estimate
+    from zckpt.estimation.sizes import ModelSize
+    from zckpt.estimation.sources import Unknown
 
 _RUN = "Run"
 _MEMORY = "Memory"
@@ -92,19 +94,19 @@ def estimate(
     """
     from zckpt.base.sizes import to_bytes
     from zckpt.estimation.choices import RunShape, estimate_choices
-    from zckpt.estimation.sources import Unknown, find_source
+    from zckpt.estimation.sources import find_source
 
     run = RunShape(gpus, nodes, optimizer, None, micro_batch, seq_length, accumulation)
     given = [None if one is None else to_bytes(one) for one in (memory, cpu_memory)]
-    source = find_source(os.fspath(model), None if adapter is None else os.fspath(adapter))
-    size = source.model
-    if isinstance(size, Unknown):
+
+    def build(unknown: Unknown) -> ModelSize:
         try:
             from zckpt.runtime.estimation import built_by_transformers
         except ImportError as error:
             raise _missing(error) from error
-        size = built_by_transformers(size)
-    size = source.complete(size)
+        return built_by_transformers(unknown)
+
+    size = find_source(os.fspath(model), None if adapter is None else os.fspath(adapter), build)
     asked, file = None, ""
     if config is not None:
         try:

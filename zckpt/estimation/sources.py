@@ -10,7 +10,7 @@ Source: peft 0.21, tuners/lora/config.py and layer.py; tests/estimation/test_ada
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.base.words import examples
 from zckpt.estimation.sizes import ModelSize, ParameterSize, model_of
-from zckpt.jobs.groups import Reading
 from zckpt.jobs.open import open_catalog, strip_wrappers
 from zckpt.layouts.save.companions import config_of
 from zckpt.layouts.save.known_shapes import known_shapes
@@ -134,41 +133,34 @@ class Unknown:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class NamedModel:
-    """The model that a person's word stands for.
-
-    Attributes:
-        model: its parameters, or what is known of a model that has to be built.
-        adapter: the adapter's config and its file, if there is one that is not part of `model` yet.
-    """
-
-    model: ModelSize | Unknown
-    adapter: tuple[Mapping[str, Any], str] | None
-
-    def complete(self, model: ModelSize) -> ModelSize:
-        """The model with the adapter, if there is one; errors as in `with_adapter`."""
-        return model if self.adapter is None else with_adapter(model, *self.adapter)
+_Found = tuple["ModelSize | Unknown", "tuple[Mapping[str, Any], str] | None"]
+"""A model; and an adapter's config and its file, if there is one that is not part of the model yet."""
 
 
-def find_source(name: str, adapter: str | None = None, options: Reading | None = None) -> NamedModel:
+def find_source(name: str, adapter: str | None, build: Callable[[Unknown], ModelSize]) -> ModelSize:
     """Finds a model.
 
     Args:
         name: a number of parameters such as 7B, a config.json, a directory with one, a checkpoint or plain weights in any form
             that `open_catalog` reads, a directory of PEFT's, or a model of the hub: from the hub's cache, or else its
             config.json is fetched.
-        adapter: an adapter_config.json or a directory with one; by default the one beside the config.
-        options: which save, and how it is read.
+        adapter: an adapter_config.json or a directory with one; None for the one beside the config.
+        build: makes a model that no formula knows.
 
     Raises:
         UsageError: there is nothing of this name.
-        ZckptError: one of its kinds says what is wrong with the checkpoint.
+        ZckptError: one of its kinds says what is wrong with the checkpoint, or as in `with_adapter`.
     """
+    model, found = _find(name, adapter)
+    size = build(model) if isinstance(model, Unknown) else model
+    return size if found is None else with_adapter(size, *found)
+
+
+def _find(name: str, adapter: str | None) -> _Found:
     place = locate(name)
     if not place.is_file() and not place.is_dir():
         if (numel := parameters_in(name)) is not None:
-            return NamedModel(model_of_size(numel), None)
+            return model_of_size(numel), None
         if place.is_remote or not _HUB_NAME.fullmatch(name) or name.startswith("."):
             raise UsageError(
                 "no such file or directory", file=name,
@@ -189,18 +181,18 @@ def find_source(name: str, adapter: str | None = None, options: Reading | None =
                 "does not say which model it is for", file=found[1], found="no base_model_name_or_path",
                 remedy="Pass the base model as MODEL, and this directory with --adapter.",
             )  # fmt: skip
-        return replace(find_source(base, None, options), adapter=found)
+        return _find(base, None)[0], found
     if place.is_file() and place.name.endswith(".json") and "index" not in place.name:
-        return NamedModel(_by_config(config_of(str(place)), str(place), name), found)
+        return _by_config(config_of(str(place)), str(place), name), found
     try:
-        model = _by_checkpoint(str(place), name, options or Reading())
+        model = _by_checkpoint(str(place), name)
     except NotACheckpointError:
         if not (directory / _CONFIG).is_file():
             raise
-        return NamedModel(_by_config(config_of(str(directory / _CONFIG)), str(directory / _CONFIG), name), found)
+        return _by_config(config_of(str(directory / _CONFIG)), str(directory / _CONFIG), name), found
     if model.trained < model.numel:  # the checkpoint says itself what is trained
         found = None
-    return NamedModel(model, found)
+    return model, found
 
 
 def parameters_in(text: str) -> int | None:
@@ -308,8 +300,8 @@ def known_model(config: Mapping[str, Any], name: str) -> ModelSize | None:
     return model_of(sizes, name=name, counted="config.json, by formula", tied=known.tied, config=config)
 
 
-def _by_checkpoint(path: str, name: str, options: Reading) -> ModelSize:
-    opened = open_catalog(path, options)
+def _by_checkpoint(path: str, name: str) -> ModelSize:
+    opened = open_catalog(path)
     catalog, _ = strip_wrappers(opened.catalog)
     entries = list(catalog.tensors.values())
     sizes = [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from zckpt.base.words import count, join_words, size
 from zckpt.pictures.checkpoint_map import CheckpointMap
 from zckpt.pictures.incomplete import Lack
 from zckpt.pictures.page import text
+from zckpt.pictures.rows import STATES
 
 _MOST_FILES, _MOST_TENSORS, _MOST_PARTS = 20, 50, 3
 
@@ -57,14 +58,13 @@ def _piece_said(shape: tuple[int, ...], start: int, many: int, rows: int, pitch:
     return f"{what} {first:,}" if first == last else f"{what}s {first:,} to {last:,}"
 
 
-def wrong_section(found: CheckpointMap, states: Mapping[str, str]) -> Iterator[str]:
+def wrong_section(found: CheckpointMap) -> Iterator[str]:
     """The files that are missing or bad, and what tensors lack because of them, as HTML; empty if all is well."""
     if not (wrong := found.grid.wrong):
         return
     yield '<section class="card alarm" aria-labelledby="wrong-title"><h2 id="wrong-title">What is wrong</h2><ul>'
     for file in wrong[:_MOST_FILES]:
-        state = states.get(file.state, file.state)
-        yield f"<li><b>{text(state)}</b>: <bdi>{text(file.name)}</bdi> "
+        yield f"<li><b>{text(STATES.get(file.state, file.state))}</b>: <bdi>{text(file.name)}</bdi> "
         yield f"<span class='soft'><bdi>{text(file.reason)}</bdi></span></li>"
     yield "</ul>"
     if len(wrong) > _MOST_FILES:

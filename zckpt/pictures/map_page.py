@@ -22,14 +22,13 @@ from zckpt.pictures.checkpoint_map import ROLES, CheckpointMap, Totals, checkpoi
 from zckpt.pictures.lacks import lacks_said, wrong_section
 from zckpt.pictures.page import asset, page, text, write_page
 from zckpt.pictures.pieces import OTHER, PieceLayer
-from zckpt.pictures.rows import GONE, FileGrid
+from zckpt.pictures.rows import GONE, STATES, FileGrid
 from zckpt.pictures.terminal import Line, picture, visible
 
 _MOST_ROWS = 2000
 """The most files in the table; further ones are in `--json`."""
 _MOST_LAYERS, _MOST_EXPERTS = 200, 64
 _COLOURS = {"weight": 0, "module": 1, "copy": 6}
-_STATES = {"ok": "here", "extra": "left over", "other save": "of another save"}
 
 
 @public
@@ -228,7 +227,7 @@ def _body(found: CheckpointMap) -> Iterator[str]:
     yield from _verdicts(found)
     yield "</section>"
     yield from _cards(found)
-    yield from wrong_section(found, _STATES)
+    yield from wrong_section(found)
     row = "rank" if found.inspection.grid else "file"
     yield asset("map.html").format(row=row, inside=_INSIDE if found.layers else "")
     if found.tensors:
@@ -435,7 +434,7 @@ def _tables(found: CheckpointMap) -> Iterator[str]:
         for part, label, file in rows[:_MOST_ROWS]:
             held = join_words([f"{size(number)} {name}" for name, number in file.contents.items()])
             held = f"would hold {held}" if file.gone and held else held
-            state = _STATES.get(file.state, file.state) + (f": {file.reason}" if file.reason else "")
+            state = STATES.get(file.state, file.state) + (f": {file.reason}" if file.reason else "")
             cells = (part, label, file.name, file.kind, size(file.nbytes), state, held)
             marked = ' class="wrong"' if file.state != "ok" else ""
             yield f"<tr{marked}>{''.join(f'<td><bdi>{text(cell)}</bdi></td>' for cell in cells)}</tr>"

@@ -21,6 +21,9 @@ from zckpt.jobs.rank_files import Cell, Grid, other_files, place_of
 GONE = ("missing", "empty", "unreadable", "other save")
 """States of files without usable elements."""
 
+STATES = {"ok": "here", "extra": "left over", "other save": "of another save"}
+"""State of a file -> the words for it, where they are others."""
+
 KINDS = {"model": "model", "optim": "optimizer", "": "weights"}
 """Kind of file in families -> the word for it in a map, where they differ or there is none."""
 _AXES = {"mp": "tensor rank", "tp": "tensor rank", "pp": "stage", "ep": "expert rank", "dp": "rank"}

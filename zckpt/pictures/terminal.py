@@ -14,7 +14,7 @@ from typing import TextIO
 
 from zckpt.base.words import count, size
 from zckpt.pictures.pieces import OTHER
-from zckpt.pictures.rows import FileGrid, FileRow, MappedFile, RowGroup
+from zckpt.pictures.rows import STATES, FileGrid, FileRow, MappedFile, RowGroup
 
 Line = list[tuple[str, str]]
 """A line: texts with their styles, as rich names these."""
@@ -28,7 +28,6 @@ _FULL, _LACKING = "█", "░"
 _STYLES = {"model": "cyan", "optimizer": "magenta", "other": "bright_black"}
 _CONTENTS = ("blue", "cyan", "magenta", "bright_magenta", "yellow", "green", "bright_blue")
 _WRONG = {"extra": "yellow", "other save": "yellow"}
-_WRONG_SAID = {"extra": "left over", "other save": "of another save"}
 
 
 def visible(text: str) -> str:
@@ -94,9 +93,7 @@ def picture(grid: FileGrid, width: int, contents: Mapping[str, int] | None = Non
     keys = {name: f"{name} {size(n)}" for name, n in held.items() if n} or {file.kind: file.kind for file in grid.files}
     lines.append([(lead, "")])
     line: Line = [(lead, "")]
-    wrong = dict.fromkeys(
-        _WRONG_SAID.get(file.state, "missing or damaged") for file in grid.files if file.state != "ok"
-    )
+    wrong = dict.fromkeys(STATES.get(file.state, "missing or damaged") for file in grid.files if file.state != "ok")
     keys |= {said: said for said in wrong}
     for key, said in keys.items():
         if len(line) > 1 and sum(len(text) for text, _ in line) + len(said) + 2 > width:
@@ -104,11 +101,7 @@ def picture(grid: FileGrid, width: int, contents: Mapping[str, int] | None = Non
             line = [(lead, "")]
         sign = _LACKING if key in wrong else _FULL
         style = (
-            ("yellow" if key in _WRONG_SAID.values() else "red")
-            if key in wrong
-            else styles[key]
-            if held
-            else _style(key)
+            ("yellow" if key in STATES.values() else "red") if key in wrong else styles[key] if held else _style(key)
         )
         line += [(f"{sign} ", style), (f"{said}   ", "")]
     lines.append(line)

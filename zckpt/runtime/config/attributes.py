@@ -54,7 +54,7 @@ class DeepSpeedConfig:
         self.gradient_accumulation_steps = batch.accumulation
         self._param_dict = settings.raw
         vars(self).update({name: getattr(config, name) for name in _SAME_NAMES})
-        self.communication_data_type = torch_dtype(config.communication_data_type)
+        self.communication_data_type = DTYPES.get(config.communication_data_type or "")
         self.zero_config = zero
         self.zero_optimization_stage = zero.stage
         self.zero_enabled = zero.stage > 0
@@ -87,8 +87,3 @@ class DeepSpeedConfig:
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def torch_dtype(name: str | None) -> torch.dtype | None:
-    """Torch's dtype for a name in a config; None for None."""
-    return None if name is None else DTYPES[name]

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from torch import distributed as dist
 
-from zckpt.runtime.config.attributes import DTYPES, DeepSpeedConfig, torch_dtype
+from zckpt.runtime.config.attributes import DTYPES, DeepSpeedConfig
 from zckpt.runtime.names.table import refuse
 from zckpt.runtime.training_run import TrainingRun
 
@@ -67,7 +67,7 @@ ANSWERS: dict[str, Answer] = {
     },
     "get_data_types": lambda run: (
         DTYPES[run.settings.config.precision],
-        torch_dtype(run.settings.config.data_types.grad_accum_dtype) or DTYPES[run.settings.config.precision],
+        DTYPES[run.settings.config.data_types.grad_accum_dtype or run.settings.config.precision],
     ),
     "postscale_gradients": lambda run: not run.settings.config.prescale_gradients,
     "optimizer_name": lambda run: (

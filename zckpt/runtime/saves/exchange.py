@@ -18,6 +18,7 @@ import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -53,18 +54,13 @@ class RankStore(FileStore):
     Attributes:
         rank: of the group that exchanges; EVERY where all hold the same.
         step: elements that each rank holds, the first rank the first ones; 0 where `rank` holds all.
-        key: by which a rank finds what it holds: a vector of elements, or with a `HeldFile` what is in that file.
+        key: by which a rank finds what it holds: a vector of elements, or with a path what is in that file. A path is what this
+            rank calls the file: others have other paths at the same place.
     """
 
     rank: int = EVERY
     step: int = 0
     key: Hashable = None
-
-
-class HeldFile(NamedTuple):
-    """The key of a file that one rank has. `path` is what this rank calls it: others have other paths at the same place."""
-
-    path: str
 
 
 class MovePart(NamedTuple):
@@ -216,12 +212,12 @@ class Exchange:
     def bytes_of(self, request: Request) -> torch.Tensor:
         """The requested elements, as they travel. Raises CorruptError if the file that has them ends too early."""
         key, dtype = self.keys[request.number], _BY_NUMBER[request.dtype]
-        if isinstance(key, HeldFile):
+        if isinstance(key, Path):
             data = bytearray(request.nbytes)
-            with open(key.path, "rb", buffering=0) as file:
+            with key.open("rb", buffering=0) as file:
                 file.seek(request.offset)
                 if file.readinto(data) != len(data):
-                    raise CorruptError("ends too early", file=key.path, remedy="Copy it again from where it is whole.")
+                    raise CorruptError("ends too early", file=str(key), remedy="Copy it again from where it is whole.")
             return torch.frombuffer(data, dtype=torch.uint8)
         first = request.offset // dtype.itemsize
         elements = self.tensors(key)[first : first + request.count]

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from zckpt.layouts.save.module_states import index_of
 from zckpt.layouts.save.pointers import latest_of
 from zckpt.layouts.zero.same_layout import Held
 from zckpt.live.plain_values import dtype_of
-from zckpt.runtime.saves.exchange import Exchange, HeldFile, RankStore
+from zckpt.runtime.saves.exchange import Exchange, RankStore
 from zckpt.runtime.saves.rounds import Rounds, Streamed
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.training_run import TrainingRun
@@ -96,8 +97,8 @@ class NodeFiles:
             if copy is not tensor:
                 tensor.copy_(copy)
 
-    def _key(self, name: str) -> HeldFile:
-        return HeldFile(os.path.join(self.directory, self.tag, name))
+    def _key(self, name: str) -> Path:
+        return Path(self.directory, self.tag, name)
 
     def _pairs(self, wanted: Sequence[Want], host: Sequence[torch.Tensor]) -> Iterator[Pair]:
         """What this rank wants, of files that it sees and of other ranks."""

@@ -51,44 +51,52 @@ _TAG = 0x7A63
 """The tag of messages that gather; a script's own messages in the same group have other tags."""
 
 
-class _Buffers:
+class Collective:
+    """What `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take. `function`: of output, input, group, and the
+    operation of a reduction.
+    """
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor, Any, Any], None]) -> None:
+        self._function = function
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for one of the two ends."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class SendToAll(_Buffers):
-    """What `FSDPModule.set_custom_all_gather` takes: every rank sends its part to each other rank, right into its place."""
-
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any = None,
+        async_op: bool = False,
     ) -> None:
-        """Fills `output_tensor` with the `input_tensor` of all ranks, by rank."""
-        rank, size = group.rank(), group.size()
-        parts = output_tensor.chunk(size) if output_tensor.numel() else ()
-        if parts and parts[rank].data_ptr() != input_tensor.data_ptr():
-            parts[rank].copy_(input_tensor)
-        others = [(rank + step) % size for step in range(1, size)] if parts else []
-        works = [dist.irecv(parts[other], group=group, group_src=other, tag=_TAG) for other in reversed(others)]
-        works += [dist.isend(input_tensor, group=group, group_dst=other, tag=_TAG) for other in others]
-        for work in works:
-            work.wait()  # type: ignore[union-attr]
+        """Calls the function."""
+        self._function(output_tensor, input_tensor, group, op)
 
 
-class ExchangeAndAdd(_Buffers):
-    """What `FSDPModule.set_custom_reduce_scatter` takes: every rank sends each other rank its part once, and adds up what
-    it gets, in the order of ranks, half precision in fp32.
+def send_to_all(output: torch.Tensor, part: torch.Tensor, group: Any, _: object) -> None:
+    """Fills a tensor with the parts of all ranks, by rank: every rank sends its part to each other rank, right into its place."""
+    rank, size = group.rank(), group.size()
+    parts = output.chunk(size) if output.numel() else ()
+    if parts and parts[rank].data_ptr() != part.data_ptr():
+        parts[rank].copy_(part)
+    others = [(rank + step) % size for step in range(1, size)] if parts else []
+    works = [dist.irecv(parts[other], group=group, group_src=other, tag=_TAG) for other in reversed(others)]
+    works += [dist.isend(part, group=group, group_dst=other, tag=_TAG) for other in others]
+    for work in works:
+        work.wait()  # type: ignore[union-attr]
+
+
+def exchange_and_add(output: torch.Tensor, whole: torch.Tensor, group: Any, op: object) -> None:
+    """Fills a tensor with this rank's part of the sum, or mean, of all ranks' tensors: every rank sends each other rank its part
+    once, and adds up what it gets, in the order of ranks, half precision in fp32.
     """
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        """Fills `output_tensor` with this rank's part of the sum, or mean, of all `input_tensor`."""
-        got = torch.empty_like(input_tensor)
-        dist.all_to_all_single(got, input_tensor, group=group)
-        torch.sum(got.view(group.size(), -1), 0, out=output_tensor)
-        if op == dist.ReduceOp.AVG:
-            output_tensor /= group.size()
+    got = torch.empty_like(whole)
+    dist.all_to_all_single(got, whole, group=group)
+    torch.sum(got.view(group.size(), -1), 0, out=output)
+    if op == dist.ReduceOp.AVG:
+        output /= group.size()
 
 
 class InPlace:
@@ -116,7 +124,7 @@ def use_on_gloo(model: nn.Module, group: Any) -> None:
     if group.size() == 1:
         communicate(model, None, InPlace)
     else:
-        communicate(model, SendToAll, ExchangeAndAdd)
+        communicate(model, partial(Collective, send_to_all), partial(Collective, exchange_and_add))
 
 
 @dataclass(frozen=True, slots=True)

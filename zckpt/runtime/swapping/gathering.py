@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,12 +43,14 @@ class SwappedRows:
         local: the tensor that everything but a gather sees, in the file's memory map.
         cache: the same rows in memory in the dtype of the computation; None reads them from the file for each gather.
         is_stale: the cache may be out of date.
+        at: their place in the buffer of the unit, in bytes.
     """
 
     region: Region
     local: torch.Tensor
     cache: torch.Tensor | None = None
     is_stale: bool = True
+    at: int = 0
     _version: int = -1
 
     def cached(self) -> torch.Tensor:
@@ -68,12 +71,11 @@ class SwappedUnit:
     """Parameters that are gathered together."""
 
     rows: list[SwappedRows] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)
     places: BufferPlaces = field(default_factory=BufferPlaces)
 
     def add(self, rows: SwappedRows) -> None:
         """Adds a parameter."""
-        self.at.append(self.places.add(rows.region.file, rows.region.offset, rows.region.tensor.nbytes))
+        rows.at = self.places.add(rows.region.file, rows.region.offset, rows.region.tensor.nbytes)
         self.rows.append(rows)
 
 
@@ -96,13 +98,12 @@ class Reader:
         self._next: dict[tuple[int, int], SwappedUnit] = {}
         self._trail: tuple[SwappedUnit | None, SwappedUnit | None] = (None, None)
 
-    def rows(self, unit: SwappedUnit, number: int) -> torch.Tensor:
+    def read(self, unit: SwappedUnit, rows: SwappedRows) -> torch.Tensor:
         """The rows of a unit's parameter, until another unit's are asked for. Raises OutputError if unreadable."""
         if self._now is None or self._now.unit is not unit or self._now.versions != _versions(unit):
             self._turn_to(unit)
         assert self._now is not None
-        tensor = unit.rows[number].region.tensor
-        return self._now.buffer.view(unit.at[number], tensor.numel(), tensor.dtype)
+        return self._now.buffer.view(rows.at, rows.region.tensor.numel(), rows.region.tensor.dtype)
 
     def forget(self) -> None:
         """Drops everything that was read: the file changes, or may have changed."""
@@ -161,11 +162,7 @@ def _versions(unit: SwappedUnit) -> list[int]:
     return [one.local._version for one in unit.rows]
 
 
-def serve(parameter: Any, rows: SwappedRows, reader: Reader | None, unit: SwappedUnit, number: int) -> None:
+def serve(parameter: Any, rows: SwappedRows, reader: Reader, unit: SwappedUnit) -> None:
     """Makes a parameter of `fully_shard` gather these rows."""
     parameter.__class__ = SwappedParameter
-    if rows.cache is not None:
-        parameter.rows_to_gather = rows.cached
-    else:
-        assert reader is not None
-        parameter.rows_to_gather = lambda: reader.rows(unit, number)
+    parameter.rows_to_gather = partial(reader.read, unit, rows) if rows.cache is None else rows.cached

@@ -114,8 +114,8 @@ class Swap:
         file = self._file(section.nvme_path)
         file.reserve(total)
         for unit, members in groups:
-            for number, (parameter, one) in enumerate(members):
-                serve(parameter, self._moved(parameter, one, file, unit), self._reader, unit, number)
+            for parameter, one in members:
+                serve(parameter, self._moved(parameter, one, file, unit), self._reader, unit)
         gc.collect()  # cycles of the model as it was before hold the memory
 
     def _is_moved(self, one: ShardedParameter, numel: int, left: int) -> bool:
