@@ -83,12 +83,12 @@ def slim(
 
 def _loading_hint(planned: PlannedSlim, dropped: tuple[str, ...]) -> Callable[[set[str]], str]:
     """A line on how the smaller save is loaded."""
-    out, layout = planned.out, planned.catalog.source.layout
-    if layout == "megatron-core":
+    out, source = planned.out, planned.catalog.source
+    if source.layout == "megatron-core":
         return lambda files: f"load it with Megatron-Core, without an optimizer: --load {out} --no-load-optim"
-    if layout == "universal":
+    if source.layout == "universal":
         return lambda files: f"load with engine.load_checkpoint({out!r}), load_universal set in the config"
-    if planned.stage is None:
+    if source.zero_stage is None:
         by_items = f"load it with torch.distributed.checkpoint.load into a state dict without the optimizer, from {out}"
         others = f"load the weights as before, from {out}"
         return lambda files: by_items if any(name.endswith(".metadata") for name in files) else others

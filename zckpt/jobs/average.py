@@ -48,15 +48,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlannedAverage(PlannedConversion):
-    """An average that is planned but not begun; further attributes as in `PlannedConversion`.
-
-    Attributes:
-        checkpoints: in the order in which they count; a base comes first.
-        weights: what each of them counts, if that was said.
+    """An average that is planned but not begun; further attributes as in `PlannedConversion`. `checkpoints`: in the order
+    in which they count; a base comes first.
     """
 
     checkpoints: tuple[Opened, ...]
-    weights: tuple[float, ...] | None
 
     @property
     def made_from(self) -> tuple[Opened, ...]:
@@ -183,7 +179,7 @@ def prepare(
         *_note_narrowed(last, how.casting.dtype if wanted is None else None),
     )
     sources = tuple(one.catalog for one in opened)
-    return PlannedAverage(computed, order, tuple(dict.fromkeys(notes)), how, tuple(opened), weights, sources=sources)
+    return PlannedAverage(computed, order, tuple(dict.fromkeys(notes)), how, tuple(opened), sources=sources)
 
 
 def _is_tied(name: str, kept: str, catalog: Catalog) -> bool:

@@ -217,13 +217,11 @@ class PlannedSlim(Planned):
         dropped: what is left out -> bytes.
         saved_bytes: of the files of the save, less those of the new ones.
         equal: what is left out because something else gives it back: (what gives it, what is left out).
-        stage: of ZeRO; None for layouts without stages.
     """
 
     dropped: Mapping[str, int]
     saved_bytes: int
     equal: tuple[tuple[TensorEntry, TensorEntry], ...]
-    stage: int | None
 
 
 def slim(
@@ -322,7 +320,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
         buffer=asked.pacing.buffer, pace=asked.pacing.pace, signing=asked.signing_key.signing(),
     )  # fmt: skip
     notes = (*opened.catalog.source.notes, *_notes(cut), *not_copied, *note_of_links(others))
-    return PlannedSlim(opened, order, notes, cut.bytes, saved, tuple(equal), opened.catalog.source.zero_stage)
+    return PlannedSlim(opened, order, notes, cut.bytes, saved, tuple(equal))
 
 
 def execute(

@@ -41,7 +41,6 @@ class LinearLayers:
     """A model's tensors, by what they are.
 
     Attributes:
-        family: of transformers, as in `--to hf:NAME`.
         linear: weights of linear layers, and stacks of experts' weights, each a matrix with a row for each output.
         other: matrices in linear layers that are not to be quantised, as a router, or cannot be, as transposed ones.
         precise: tensors that stay as they are, since half precision changes which experts are chosen.
@@ -49,7 +48,6 @@ class LinearLayers:
         joined: weights that servers of models load into one matrix, in its order.
     """
 
-    family: str
     linear: frozenset[str]
     other: frozenset[str]
     precise: frozenset[str]
@@ -82,9 +80,8 @@ def layers_of(names: Iterable[str], config: Mapping[str, Any]) -> LinearLayers |
             other.add(name)
     heads = (rule.names[0] for rule in own.rules if rule.parts == ("head.weight",))
     joined = tuple(tuple(group[n] for n in sorted(group)) for group in groups.values() if len(group) > 1)
-    return LinearLayers(
-        family, frozenset(linear), frozenset(other), frozenset(precise), next(heads, "").removesuffix(".weight"), joined
-    )
+    head = next(heads, "").removesuffix(".weight")
+    return LinearLayers(frozenset(linear), frozenset(other), frozenset(precise), head, joined)
 
 
 def _joined_place(rule: NamingRule) -> tuple[int, int] | None:
