@@ -36,7 +36,7 @@ def test_a_scheme_names_known_parts(name: str) -> None:
         assert set(rule.stack) <= {"b", "e"} and rule.pairs in ("", "query", "key", "both"), rule
         for template in rule.names:
             held = set(re.findall(r"\{(\w)\}", "".join(rule.parts or ())))
-            said = set(re.findall(r"\{(\w)\}", template)) - ({"r"} if rule.flax.every > 1 else set())
+            said = set(re.findall(r"\{(\w)\}", template)) - ({"r"} if rule.every > 1 else set())
             assert held == said | set(rule.stack) or rule.parts is None, rule
     assert set().union(*own.together) <= ALL
     if name.startswith("hf-"):

@@ -53,7 +53,7 @@ def compose(
         InconsistentError: blocks do not hold the same tensors, or parts do not fit each other.
         UsageError: a fact that is needed is not known.
     """
-    if any(rule.flax.inputs >= 0 for rule in scheme.rules):
+    if any(rule.inputs >= 0 for rule in scheme.rules):
         raise UnsupportedError(
             f"tensors are not written as the scheme {scheme.name} has them", file=facts.path,
             expected="another program's names", remedy="Choose another program: this one's names are only read.",

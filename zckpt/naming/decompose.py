@@ -245,7 +245,7 @@ def _parts_of(entry: TensorEntry, rule: NamingRule, fit: Fit, facts: Facts) -> l
         return [replace_name(entry, rule.part_of_many(entry.name))]
     if rule.is_plain:
         return [replace_name(entry, fill_template(templates[0], fit.block, fit.expert))]
-    if rule.flax.inputs >= 0:
+    if rule.inputs >= 0:
         held = [_of_flax(item, rule, place, facts) for place, item in _unstack(entry, rule, fit, facts)]
         return [_rescale(part, rule, facts) for part in held]
     entry = _in_shape(entry, rule, facts)
@@ -289,7 +289,7 @@ def _unstack(
     stack, at = _axes(rule, fit)
     lead = entry.shape[at : at + 1] if at else entry.shape[: len(stack)]
     rest = (*entry.shape[:at], *entry.shape[at + 1 :]) if at else entry.shape[len(stack) :]
-    least = max(1, rule.flax.inputs + bool(rule.flax.inputs))
+    least = max(1, rule.inputs + bool(rule.inputs))
     if len(lead) < max(1, len(stack)) * bool(at or stack) or len(rest) < least:
         raise _unfit(entry, f"shape {list(entry.shape)}", facts)
     if math.prod(lead) > _MOST_STACKED:
@@ -313,20 +313,20 @@ def _axes(rule: NamingRule, fit: Fit) -> tuple[tuple[str, ...], int]:
     """The axes of an array of Flax that number blocks and experts, where the name does not."""
     named = {"b": fit.block >= 0, "e": fit.expert >= 0}
     stack = tuple(axis for axis in rule.stack if not named[axis])
-    return stack, rule.flax.axis if "b" in stack else 0
+    return stack, rule.axis if "b" in stack else 0
 
 
 def _block_of(number: int, rule: NamingRule, fit: Fit, facts: Facts) -> int:
     """The block that a number in a name, or along an axis, means."""
-    first = rule.flax.first
+    first = rule.first
     before = first if isinstance(first, int) else facts.whole(_BEFORE + first) or 0
-    return number if number < 0 else before + fit.place + rule.flax.every * number
+    return number if number < 0 else before + fit.place + rule.every * number
 
 
 def _of_flax(item: TensorEntry, rule: NamingRule, place: tuple[int, int], facts: Facts) -> TensorEntry:
     """The part that an array of Flax is: its inputs are columns."""
-    inputs = math.prod(item.shape[: rule.flax.inputs])
-    shape = (inputs, item.numel // max(1, inputs)) if rule.flax.inputs else (item.numel,)
+    inputs = math.prod(item.shape[: rule.inputs])
+    shape = (inputs, item.numel // max(1, inputs)) if rule.inputs else (item.numel,)
     part = transpose(
         move_rows(item, fill_template((rule.parts or ("",))[0], *place), shape, lambda fragments, _: fragments)
     )
@@ -335,9 +335,8 @@ def _of_flax(item: TensorEntry, rule: NamingRule, place: tuple[int, int], facts:
 
 def _rescale(part: TensorEntry, rule: NamingRule, facts: Facts) -> TensorEntry:
     """The part, with what a writer adds to its elements, or multiplies them by, taken back."""
-    own = rule.flax
-    times, over = (math.sqrt(facts.number(fact)) if fact else 1 for fact in (own.root, own.over))
-    if own.rounded:
+    times, over = (math.sqrt(facts.number(fact)) if fact else 1 for fact in (rule.root, rule.over))
+    if rule.rounded:
         bits = int.from_bytes(struct.pack("<f", over), "little")
         over = struct.unpack("<f", (bits + 0x7FFF + (bits >> 16 & 1) & ~0xFFFF).to_bytes(4, "little"))[0]
     return part if (rule.plus, times, over) == (0, 1, 1) else shifted_by(part, -rule.plus, times, over)
@@ -351,13 +350,13 @@ def _with_flax(catalog: Catalog, fits: Mapping[str, Fit], facts: Facts) -> Facts
         InconsistentError: a config says others.
     """
     blocks: dict[str, set[int]] = {}
-    beginnings = {rule.flax.first for fit in fits.values() for rule in fit.rules if isinstance(rule.flax.first, str)}
+    beginnings = {rule.first for fit in fits.values() for rule in fit.rules if isinstance(rule.first, str)}
     latent = _is_latent(fits)
     for name, fit in fits.items():
         rule, shape = fit.rules[0], catalog.tensors[name].shape
-        if rule.parts == ("embedding.weight",) and rule.flax.over and shape:
+        if rule.parts == ("embedding.weight",) and rule.over and shape:
             facts = facts.having(hidden=shape[-1])
-        if rule.flax.inputs < 0:
+        if rule.inputs < 0:
             continue
         _, at = _axes(rule, fit)
         for first in beginnings if at < len(shape) and (at or fit.block >= 0) else ():
@@ -365,7 +364,7 @@ def _with_flax(catalog: Catalog, fits: Mapping[str, Fit], facts: Facts) -> Facts
                 numbers = range(shape[at]) if at else (fit.block,)
                 blocks.setdefault(first, set()).update(_block_of(number, rule, fit, facts) for number in numbers)
         fact = {"query": "query_heads", "key": "key_heads"}.get((rule.parts or ("",))[0].split(".")[-2])
-        if fact is not None and rule.flax.inputs == 1 and len(shape) == 3 + bool(at) and not latent:
+        if fact is not None and rule.inputs == 1 and len(shape) == 3 + bool(at) and not latent:
             for said, value in ((fact, shape[-2]), ("head_size", shape[-1])):
                 if facts.whole(said) not in (None, value):
                     raise _unfit(catalog.tensors[name], f"{said.replace('_', ' ')} {value:,}", facts)
@@ -446,11 +445,7 @@ def _complete_facts(catalog: Catalog, scheme: Scheme, fits: Mapping[str, Fit], f
     """The facts, with those that names and shapes of fused tensors show: key_heads, head_size, gated, latent (MLA)."""
     for name, fit in fits.items():
         rule = fit.rules[0]
-        if (
-            rule.parts == ("blocks.{b}.router.weight",)
-            and rule.flax.inputs < 0
-            and len(catalog.tensors[name].shape) > 1
-        ):
+        if rule.parts == ("blocks.{b}.router.weight",) and rule.inputs < 0 and len(catalog.tensors[name].shape) > 1:
             facts = facts.having(experts=catalog.tensors[name].shape[-2], hidden=catalog.tensors[name].shape[-1])
             break
     facts = _with_flax(catalog, fits, facts)

@@ -6,29 +6,7 @@ For `schemes`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
-
-
-class FlaxArray(NamedTuple):
-    """How a part lies in an array of Flax; see [Note: arrays of Flax] in `decompose`.
-
-    Attributes:
-        inputs: how many of its dimensions are a matrix's inputs; -1 for a tensor that is no array of Flax.
-        axis: the axis that numbers blocks; 0 where `stack` says it.
-        root: a fact; its root, times the elements, is the part's. Empty for none.
-        over: a fact; the elements, over its root, are the part's. Empty for none.
-        rounded: whether that root is one of bf16.
-        every: of how many blocks in a row the numbers count one.
-        first: the first block, or the beginning of the names of the tensors with those before it.
-    """
-
-    inputs: int = -1
-    axis: int = 0
-    root: str = ""
-    over: str = ""
-    rounded: bool = False
-    every: int = 1
-    first: int | str = 0
+from typing import Any
 
 
 def add_to_table(base: Mapping[str, Any], data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -69,7 +69,7 @@ from zckpt.base.extensions import Extension, extensions
 from zckpt.base.words import count, examples
 from zckpt.naming.local_names import flax_names, local_names, local_template
 from zckpt.naming.parts import KINDS, is_part, own_part
-from zckpt.naming.scheme_tables import FlaxArray, add_to_table, other_spellings, parts_of_line
+from zckpt.naming.scheme_tables import add_to_table, other_spellings, parts_of_line
 
 FILES = os.path.join(os.path.dirname(__file__), "scheme_files")
 FAMILIES = os.path.join(os.path.dirname(__file__), "family_files")
@@ -107,7 +107,8 @@ class NamingRule:
         plus: what is added to the parts' elements.
         widths: facts that the rows of the parts are as; empty where these are as many, or as the heads.
         some: whether only some blocks of a kind have it.
-        flax: how it lies in an array of Flax.
+        inputs, axis, root, over, rounded, every, first: how it lies in an array of Flax, with `inputs` of 0 or more; see [Note:
+            arrays of Flax] in `decompose`.
         varies: whether its shape is not the same in all blocks.
         on_the_hub: how many of the names, from the first on, are ones that files on the hub have.
     """
@@ -132,7 +133,13 @@ class NamingRule:
     plus: float = 0
     widths: tuple[str, ...] = ()
     some: bool = False
-    flax: FlaxArray = FlaxArray()
+    inputs: int = -1
+    axis: int = 0
+    root: str = ""
+    over: str = ""
+    rounded: bool = False
+    every: int = 1
+    first: int | str = 0
     varies: bool = False
     on_the_hub: int = 1
 
@@ -142,8 +149,10 @@ class NamingRule:
         return (
             self.parts is not None
             and len(self.parts) == 1
-            and not (self.stack or self.transpose or self.pairs or self.vocabulary or self.plus)
-            and self.flax == FlaxArray()
+            and not (
+                self.stack or self.transpose or self.pairs or self.vocabulary or self.plus or self.root or self.over
+            )
+            and self.inputs < 0
         )
 
     @property
@@ -493,7 +502,7 @@ def parse_scheme(data: Mapping[str, Any]) -> Scheme:
 def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: str, on_the_hub: int) -> NamingRule:
     """A rule, with what its line says under its fields' own names; raises ValueError for a key that no rule has."""
     how: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in written.items()}
-    parts, flax = how.pop("parts"), {key: how.pop(key) for key in FlaxArray._fields if key in how}
+    parts = how.pop("parts")
     when = {fact: tuple(value) if isinstance(value, list) else (value,) for fact, value in how.pop("when", {}).items()}
     name = how.pop("name")
     if unknown := sorted(how.keys() - NamingRule.__dataclass_fields__.keys()):
@@ -504,7 +513,7 @@ def _rule(number: int, written: Mapping[str, Any], names: Iterable[str], kind: s
         "names": tuple(text.replace("{kind}", kind) for text in names),
         "parts": None if parts is None else tuple(text.replace("{kind}", kind) for text in parts),
     }
-    return NamingRule(number, kind=kind, when=when, flax=FlaxArray(**flax), on_the_hub=on_the_hub, **how)
+    return NamingRule(number, kind=kind, when=when, on_the_hub=on_the_hub, **how)
 
 
 def scheme_of(names: Iterable[str], path: str, prefer: str = "") -> Scheme:
