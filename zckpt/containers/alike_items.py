@@ -9,8 +9,8 @@ Source of the checksums' places: PKWARE APPNOTE 6.3.10, 4.3.
 
 from __future__ import annotations
 
-import re
 from array import array
+from functools import partial
 from typing import NamedTuple
 
 from zckpt.containers import torch_zip
@@ -79,28 +79,30 @@ class _Known:
     Args:
         ref: its tensor.
         item: the file.
-        before, behind: what other files must have before the tensor's bytes and behind them.
-        behind_at: where that begins.
+        free: (start, stop) of bytes that may be any in other files.
+        start, stop: of the tensor's bytes.
     """
 
-    __slots__ = ("_base", "_before", "_before_bytes", "_behind", "_behind_at", "_ref", "ends", "held")
+    __slots__ = ("_base", "_parts", "_ref", "ends", "held")
 
-    def __init__(self, ref: TensorRef, item: Input, before: _Pattern, behind: _Pattern, behind_at: int) -> None:
+    def __init__(self, ref: TensorRef, item: Input, free: list[tuple[int, int]], start: int, stop: int) -> None:
         self._ref = ref
         self._base = item.base
-        self._before = re.compile(before.expression, re.DOTALL)
-        self._before_bytes = len(before.data)
-        self._behind = re.compile(behind.expression, re.DOTALL)
-        self._behind_at = behind_at
         self.held = AlikeTensor(ref, ref.byte_offset - item.base)
-        self.ends = (item.size, before.data, before.mask, behind_at, behind.data, behind.mask)
+        before, behind = item.read(0, start, "an item"), item.read(stop, item.size - stop, "an item")
+        masks = _mask(free, 0, start), _mask(free, stop, item.size)
+        self.ends = (item.size, before, masks[0], stop, behind, masks[1])
+        self._parts = [
+            (at, len(data), _as_number(mask), _as_number(data) & _as_number(mask))
+            for at, data, mask in ((0, before, masks[0]), (stop, behind, masks[1]))
+        ]
 
     def of(self, item: Input) -> TensorRef | None:
         """The tensor of another file of the same length; None if that is not alike."""
-        if self._before.fullmatch(item.peek(0, self._before_bytes)) is None:
-            return None
-        if self._behind.fullmatch(item.peek(self._behind_at, item.size - self._behind_at)) is None:
-            return None
+        for at, nbytes, mask, wanted in self._parts:
+            data = item.peek(at, nbytes)
+            if len(data) < nbytes or _as_number(data) & mask != wanted:
+                return None
         moved = item.base - self._base
         ref = self._ref
         return TensorRef(
@@ -127,26 +129,18 @@ def _known_of(item: Input, root: object) -> _Known | None:
             free.append((begins, ends))
     if start + item.size - behind > _MOST_BYTES:
         return None
-    free.sort()
-    return _Known(root, item, _pattern(item, free, 0, start), _pattern(item, free, behind, item.size), behind)
+    return _Known(root, item, free, start, behind)
 
 
-class _Pattern(NamedTuple):
-    """Bytes, some of them free to be any: as an expression, and as bytes with a mask that is zero there."""
-
-    expression: bytes
-    data: bytes
-    mask: bytes
-
-
-def _pattern(item: Input, free: list[tuple[int, int]], start: int, stop: int) -> _Pattern:
-    """The bytes of a file from `start` to `stop`; those that are `free` may be any."""
-    data = item.read(start, stop - start, "an item")
-    made, mask, at = b"", b"", start
+def _mask(free: list[tuple[int, int]], start: int, stop: int) -> bytes:
+    """A mask for the bytes of a file from `start` to `stop`: zero for those that may be any."""
+    mask = bytearray(b"\xff" * (stop - start))
     for begins, ends in free:
-        begins, ends = max(begins, at), min(ends, stop)
+        begins, ends = max(begins, start) - start, min(ends, stop) - start
         if begins < ends:
-            made += re.escape(data[at - start : begins - start]) + b".{%d}" % (ends - begins)
-            mask += b"\xff" * (begins - at) + bytes(ends - begins)
-            at = ends
-    return _Pattern(made + re.escape(data[at - start :]), data, mask + b"\xff" * (stop - at))
+            mask[begins:ends] = bytes(ends - begins)
+    return bytes(mask)
+
+
+_as_number = partial(int.from_bytes, byteorder="little")
+"""Bytes as a number: `&` with a mask leaves those that are compared."""
