@@ -3,8 +3,7 @@
 For `torch_zip`. Tensors are `TensorSpec`s, each dense at the start of its storage. Plain values are written with the opcodes
 that `torch.save` uses, in protocol 2, and with no function but torch's own for tensors. So every torch since 1.13 reads them
 with `weights_only=True`: that machine knows only those. Objects of other classes (`Placeholder`s) are written as
-their pickle
-had them; zckpt never made one of them.
+their pickle had them; zckpt never made one of them.
 Source: torch/_weights_only_unpickler.py (1.13 - 2.13), torch/_tensor.py `_reduce_ex_internal`; CPython's Lib/pickle.py.
 """
 

@@ -2,8 +2,7 @@
 
 For `jobs`, which close the ledger of each output, and `checks`, which look at the source again. Names change on the way and rows
 are cut, fused and computed, so what became of a tensor is found by its bytes: one that the output reads no byte of
-was left out,
-and has a fate that says why. A source without one is an error of the step that lost it.
+was left out, and has a fate that says why. A source without one is an error of the step that lost it.
 """
 
 from __future__ import annotations

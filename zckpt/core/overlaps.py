@@ -1,8 +1,7 @@
 """Where fragments meet: overlaps of two, gaps among many, parts of them, and their places in a larger tensor.
 
 For catalogs, where tensors must be covered exactly once, and for the router. Pure arithmetic: its cost grows with
-the number of
-fragments, not of rows or elements.
+the number of fragments, not of rows or elements.
 
 [Note: how two fragments overlap]
 Both in normal form (`Fragment.block`), there are five cases.

@@ -267,10 +267,8 @@ def holders(ranks: list[Rank], *, allow_unknown: bool = False) -> list[Held]:
     """The stored parameters, in the order of the state dict; see [Note: FairScale's experts].
 
     Raises:
-        UnsupportedError: each rank has a module of its own, with names that do not say which it is; unless
-        `allow_unknown` is set,
-        which
-            takes rank 0's.
+        UnsupportedError: each rank has a module of its own, with names that do not say which it is; unless `allow_unknown` is
+            set, which takes rank 0's.
     """
     found: list[Held] = []
     local = experts_of_a_rank(name for own in ranks[0].params.values() if own.alone for name in own.shapes)

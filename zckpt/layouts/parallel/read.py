@@ -6,13 +6,11 @@ put one after another. A parameter that several stages hold is tied: its copies 
 
 [Note: names in a pipeline] Layer files hold local names (`up.weight`). The model file of a stage lists its parameters under
 global ones: `<layer>.<local name>`, or `tied_modules.<key>.<local name>` for a layer with a weight that is used
-twice; a
-layer file with names that are in no list under its own number is that of a tied module.
+twice; a layer file with names that are in no list under its own number is that of a tied module.
 [Note: lost layers] Gaps in the numbers of layer files alone say nothing, for some layers have none: each stage lists its buffers
 and, under ZeRO, its parameters, so these lists say which files there must be.
 Source: DeepSpeed 0.19.8, runtime/pipe/module.py `save_state_dict`, `ckpt_layer_path`; runtime/engine.py
-`_get_zero_param_shapes`, `_get_ckpt_name`
-(model-parallel ranks count stages first, tensor ranks within a stage).
+`_get_zero_param_shapes`, `_get_ckpt_name` (model-parallel ranks count stages first, tensor ranks within a stage).
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ mesh; for a ShardedTensor the offsets themselves.
 of the mesh halves the rows, and the second halves each half. FSDP over tensor parallelism is the other way round: the
 tensor-parallel dimension, which is the last of the mesh, cuts first. torch writes that as `_StridedShard(0, split_factor=2)` for
 the first one: it applies after the dimensions to its right with sizes that multiply to `split_factor`. Each rank's
-elements are a
-box either way.
+elements are a box either way.
 Source: torch 2.13, distributed/tensor/placement_types.py, _dtensor_spec.py (`shard_order`), device_mesh.py, _tensor.py
 (`_rebuild_from_type_v2`); distributed/_shard/sharded_tensor/api.py (`__getstate__`). Until 2.7 a mesh had a tensor `mesh`.
 """

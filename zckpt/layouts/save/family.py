@@ -140,8 +140,7 @@ class Family:
             tokenizer files are beside the tags. Otherwise they are in the save or beside it, and of saves that are numbered
             alike (`step-100`, `step-200`) the last is the newest.
         fallback: its files may be in a directory that holds other saves, which are then preferred.
-        common: files of a save with names so common that they do not tell that they belong to one; as `files`
-        otherwise.
+        common: files of a save with names so common that they do not tell that they belong to one; as `files` otherwise.
         further: names of files that the trainer may put among them: they are checked, but are not part of the model.
         has_keys: a save may hold several state dicts; `--key` chooses one.
         resumes: how a run resumes from a save with optimizer states, after "resume yes:"; empty for DeepSpeed's own, where

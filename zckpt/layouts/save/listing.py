@@ -108,9 +108,8 @@ class Listing:
         tag: the tag; empty for files that have none.
         files: file name -> where it is, in natural order; those of a universal checkpoint's parameters below `zero/`.
         options: facts that the files do not record.
-        absent: files that are missing, or of no use, with tensors that are listed all the same, as far as other
-        files say where
-            they lie: for pictures. Name -> where it would be. A save that is converted has none.
+        absent: files that are missing, or of no use, with tensors that are listed all the same, as far as other files say
+            where they lie: for pictures. Name -> where it would be. A save that is converted has none.
         is_one_model: whether all files are weights of one model, of whichever names, and an index if there is one.
         part: what it is a part of, where one part is wanted knowingly: "one of 2 files"; empty for a whole save.
     """

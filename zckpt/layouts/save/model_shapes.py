@@ -2,8 +2,7 @@
 
 For families with files that do not say them. FROM is a torch file of the model's state dict, with names in the model's
 order; or JSON, `{"embed.weight": [7, 5], ...}` in that order; or the config.json of a kind of model with parameters
-known by
-formula (`known_shapes`). A safetensors file is written with its tensors sorted by name, so
+known by formula (`known_shapes`). A safetensors file is written with its tensors sorted by name, so
 it counts only where they are in another order.
 Source: safetensors 0.6, src/tensor.rs `prepare`; torch 2.13, nn/modules/module.py `state_dict`.
 """
