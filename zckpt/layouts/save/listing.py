@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 from zckpt.base.dataclass import dataclass, public
 from zckpt.base.errors import InconsistentError, NotACheckpointError, ZckptError
@@ -22,9 +22,6 @@ from zckpt.containers.tensor_ref import contiguous_stride
 from zckpt.core.dtypes import DType
 from zckpt.core.stores import FileStore
 from zckpt.storage.location import Location
-
-if TYPE_CHECKING:
-    from zckpt.storage.ahead import OpenAhead
 
 T = TypeVar("T")
 
@@ -126,7 +123,6 @@ class Listing:
         default_factory=dict[tuple[str, int], "list[tuple[int, str]]"], repr=False
     )
     _made: dict[str, object] = field(default_factory=dict[str, object], repr=False)
-    _ahead: list[OpenAhead] = field(default_factory=list, repr=False)
 
     def once(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns; it is called once for this listing, and errors are raised each time."""
@@ -170,11 +166,10 @@ class Listing:
         location = self.files[name]
         if not location.is_remote:
             return location
-        if not self._ahead:
-            from zckpt.storage.ahead import OpenAhead
+        from zckpt.storage.ahead import OpenAhead
 
-            self._ahead.append(OpenAhead(self.files))
-        return self._ahead[0].beforehand(name) if later else self._ahead[0].where(name)
+        ahead = self.once("opened ahead", lambda: OpenAhead(self.files))
+        return ahead.beforehand(name) if later else ahead.where(name)
 
     def entry(self, name: str, key: str) -> object:
         """The value of a key in a file; None if the file lacks the key, or is not a mapping. Errors as in `open`."""
