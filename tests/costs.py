@@ -23,21 +23,20 @@ _PROPERTY = "cpu seconds"
 
 def _spent_by_running() -> float:
     """CPU seconds of the processes below this one that still run, with those that they have waited for."""
-    parents: dict[int, tuple[int, float]] = {}
+    children: dict[int, list[int]] = {}
+    seconds: dict[int, float] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
             except OSError:  # it has just ended
                 continue
-            parents[int(name)] = int(fields[1]), sum(map(int, fields[11:15])) / _TICKS
-    below, total = {os.getpid()}, 0.0
-    for process in sorted(parents):  # one that was started later has a greater number
-        parent, seconds = parents[process]
-        if parent in below:
-            below.add(process)
-            total += seconds
-    return total
+            children.setdefault(int(fields[1]), []).append(int(name))
+            seconds[int(name)] = sum(map(int, fields[11:15])) / _TICKS
+    below = [os.getpid()]
+    for process in below:
+        below += children.get(process, [])
+    return sum(seconds[process] for process in below[1:])
 
 
 def _spent() -> float:
