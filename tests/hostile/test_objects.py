@@ -18,14 +18,23 @@ MOST_MIB = 600
 
 CHILD = """
 import sys
+from zckpt.base import limits
 from zckpt.base.errors import ZckptError
 from zckpt.jobs.inspection import inspect_checkpoint
+from zckpt.layouts.dcp import metadata
+part = int(sys.argv[2])
+for name in ("PICKLE_BYTES", "PICKLE_COST", "DIRECTORY_BYTES", "HEADER_BYTES", "JSON_MEMORY_BYTES", "GGUF_MEMORY_BYTES"):
+    setattr(limits, name, getattr(limits, name) // part)
+metadata.LARGE_BYTES //= part
+def kib(key):
+    return next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]
+print(kib("VmRSS"))
 try:
     found = inspect_checkpoint(sys.argv[1])
     said = "read" if found.exportable.ok else found.exportable.reason
 except ZckptError as error:
     said = str(error)
-print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+print(kib("VmHWM"))
 print(said)
 """  # VmHWM, since maxrss is also the parent's
 
@@ -100,33 +109,41 @@ def many(item: bytes, nbytes: int) -> bytes:
     return b"\x80\x04](" + item * (nbytes // len(item)) + b"e."
 
 
-CASES: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "gguf tensors": ("x.gguf", lambda: gguf_tensors(1_500_000)),
-    "gguf tensors, just enough": ("x.gguf", lambda: gguf_tensors(280_000)),
-    "gguf entries": ("x.gguf", lambda: gguf_entries(2_500_000)),
-    "gguf texts": ("x.gguf", lambda: gguf_arrays(4300, 8, key("\u4e00"))),
-    "gguf numbers": ("x.gguf", lambda: gguf_arrays(24_000, 2, struct.pack("<H", 777))),
-    "safetensors tensors": ("x.safetensors", lambda: safetensors_tensors(900_000)),
-    "safetensors tensors, just enough": ("x.safetensors", lambda: safetensors_tensors(230_000)),
-    "safetensors texts": ("x.safetensors", lambda: safetensors_texts(1_700_000)),
-    "index": ("model.safetensors.index.json", lambda: weight_map(1_700_000)),
-    "records of a zip file": ("x.pt", lambda: torch_zip(many(b"N", 8), 470_000)),
-    "records and lists": ("x.pt", lambda: torch_zip(many(b"]", 8 << 20), 470_000)),
-    "pickled lists": ("x.pt", lambda: torch_zip(many(b"]", 16 << 20))),
-    "pickled sets": ("x.pt", lambda: torch_zip(many(b"\x8f", 16 << 20))),
-    "pickled tuples": ("x.pt", lambda: torch_zip(many(b"K\x01K\x02\x86", 16 << 20))),
-    "pickled texts": ("x.pt", lambda: torch_zip(many(b"\x8c\x03\xe4\xb8\x80", 16 << 20))),
-    "pickled lists, older form": ("x.pt", lambda: many(b"]", 16 << 20)),
-    "metadata of lists": ("dcp/.metadata", lambda: many(b"]", 8 << 20)),
-    "metadata of sets": ("dcp/.metadata", lambda: many(b"\x8f", 12 << 20)),
-    "metadata of dicts in dicts": ("dcp/.metadata", lambda: many(b"}K\x01}s", 24 << 20)),
+CASES: dict[str, tuple[str, Callable[[int], bytes]]] = {
+    "gguf tensors": ("x.gguf", lambda part: gguf_tensors(1_500_000 // part)),
+    "gguf tensors, just enough": ("x.gguf", lambda part: gguf_tensors(280_000 // part)),
+    "gguf entries": ("x.gguf", lambda part: gguf_entries(2_500_000 // part)),
+    "gguf texts": ("x.gguf", lambda part: gguf_arrays(4300 // part, 8, key("\u4e00"))),
+    "gguf numbers": ("x.gguf", lambda part: gguf_arrays(24_000 // part, 2, struct.pack("<H", 777))),
+    "safetensors tensors": ("x.safetensors", lambda part: safetensors_tensors(900_000 // part)),
+    "safetensors tensors, just enough": ("x.safetensors", lambda part: safetensors_tensors(230_000 // part)),
+    "safetensors texts": ("x.safetensors", lambda part: safetensors_texts(1_700_000 // part)),
+    "index": ("model.safetensors.index.json", lambda part: weight_map(1_700_000 // part)),
+    "records of a zip file": ("x.pt", lambda part: torch_zip(many(b"N", 8), 470_000 // part)),
+    "records and lists": ("x.pt", lambda part: torch_zip(many(b"]", (8 << 20) // part), 470_000 // part)),
+    "pickled lists": ("x.pt", lambda part: torch_zip(many(b"]", (16 << 20) // part))),
+    "pickled sets": ("x.pt", lambda part: torch_zip(many(b"\x8f", (16 << 20) // part))),
+    "pickled tuples": ("x.pt", lambda part: torch_zip(many(b"K\x01K\x02\x86", (16 << 20) // part))),
+    "pickled texts": ("x.pt", lambda part: torch_zip(many(b"\x8c\x03\xe4\xb8\x80", (16 << 20) // part))),
+    "pickled lists, older form": ("x.pt", lambda part: many(b"]", (16 << 20) // part)),
+    "metadata of lists": ("dcp/.metadata", lambda part: many(b"]", (8 << 20) // part)),
+    "metadata of sets": ("dcp/.metadata", lambda part: many(b"\x8f", (12 << 20) // part)),
+    "metadata of dicts in dicts": ("dcp/.metadata", lambda part: many(b"}K\x01}s", (24 << 20) // part)),
 }
-"""Name -> file, and what makes its bytes."""
+"""Name -> file, and what makes its bytes, or a part of them."""
 ALIKE = (
     "gguf numbers", "safetensors texts", "records and lists", "pickled sets", "pickled tuples", "pickled texts",
-    "pickled lists, older form", "metadata of sets", "metadata of lists",
+    "pickled lists, older form", "metadata of dicts in dicts", "metadata of lists",
 )  # fmt: skip
-"""Whose neighbours go the same way, or which two others prove together: for `make proofs`."""
+"""Whose neighbours go the same way, or which two others prove together: for `make proofs`.
+
+So are dicts in dicts, of which the first reading leaves most until the second has ended: only whole they show it.
+"""
+
+DEAR = (
+    "gguf tensors, just enough", "safetensors tensors, just enough", "index", "pickled lists", "metadata of sets",
+)  # fmt: skip
+"""Which take 4 to 11 s. Without proofs they are a quarter as large, the limits too, and so is the memory that they may take."""
 
 
 @proofs.MORE
@@ -135,11 +152,14 @@ def test_objects_are_counted(tmp_path: Path, name: str) -> None:
     file, make = CASES[name]
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(make())
+    part = 4 if name in DEAR and not proofs.IS_WHOLE else 1
+    path.write_bytes(make(part))
     if path.name == ".metadata":
         (path.parent / "__0_0.distcp").write_bytes(b"")
-    command = [sys.executable, "-c", CHILD, path if path.suffix in (".gguf", ".pt", ".safetensors") else path.parent]
+    place = path if path.suffix in (".gguf", ".pt", ".safetensors") else path.parent
+    command = [sys.executable, "-c", CHILD, place, str(part)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    used, said = done.stdout.split("\n", 1)
-    assert int(used) >> 10 < MOST_MIB, said
+    begun, used, said = done.stdout.split("\n", 2)
+    more = MOST_MIB * 1024 - int(begun)
+    assert int(used) - int(begun) < more / part, said
     assert ("just enough" in name) == said.startswith("read")
