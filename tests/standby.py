@@ -14,7 +14,7 @@ import atexit
 import contextlib
 import functools
 import importlib
-import json
+import marshal
 import os
 import runpy
 import selectors
@@ -39,7 +39,7 @@ _HEAVY = (
 _TRAINS = ("train", "run", "demo", "estimate")
 """Commands that import torch."""
 _CLIENT = """#!{python} -IS
-import array, json, os, signal, socket, sys
+import _signal, _socket, marshal, posix, sys
 words = sys.argv[1:]
 program = {program!r}
 if program == "python" and words[:2] == ["-u", "-m"]:
@@ -47,24 +47,25 @@ if program == "python" and words[:2] == ["-u", "-m"]:
 if program == "python" and words[:2] == ["-m", "zckpt"]:
     program, words = "zckpt", words[2:]
 if program == "python" and not (words and words[0].endswith(".py")):
-    os.execv({python!r}, [{python!r}, *words])
-is_light = program == "zckpt" and (not words or words[0] not in {trains!r}) and "TORCHELASTIC_RUN_ID" not in os.environ
-server = socket.socket(socket.AF_UNIX)
+    posix.execv({python!r}, [{python!r}, *words])
+is_light = program == "zckpt" and (not words or words[0] not in {trains!r}) and b"TORCHELASTIC_RUN_ID" not in posix.environ
+server = _socket.socket(_socket.AF_UNIX)
 server.connect({light!r} if is_light else {heavy!r})
-asked = json.dumps([program, words, dict(os.environ), os.getcwd()]).encode()
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, _: server.send(bytes([number])))
-files = array.array("i", [0, 1, 2]).tobytes()
-server.sendmsg([len(asked).to_bytes(4, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+asked = marshal.dumps([program, words, posix.environ, posix.getcwd()])
+for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
+    _signal.signal(getattr(_signal, name), lambda number, _: server.send(bytes([number])))
+files = b"".join(number.to_bytes(4, sys.byteorder) for number in (0, 1, 2))
+server.sendmsg([len(asked).to_bytes(4, "little")], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, files)])
 server.sendall(asked)
 answer = server.recv(4)
 code = int.from_bytes(answer, "little", signed=True) if answer else 70
 if code < 0:
-    if code != -signal.SIGKILL:
-        signal.signal(-code, signal.SIG_DFL)
-    os.kill(os.getpid(), -code)
-os._exit(code)
+    if code != -_signal.SIGKILL:
+        _signal.signal(-code, _signal.SIG_DFL)
+    posix.kill(posix.getpid(), -code)
+posix._exit(code)
 """
+"""Which imports nothing but what is in the interpreter: `json`, `os`, `signal` and `socket` would take longer than all else."""
 
 
 class Asked(NamedTuple):
@@ -158,7 +159,9 @@ def read(client: socket.socket) -> Asked:
     text = b""
     while len(text) < int.from_bytes(size, "little"):
         text += client.recv(1 << 20)
-    return Asked(*json.loads(text), list(files))
+    program, words, environment, directory = marshal.loads(text)
+    decoded = {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+    return Asked(program, words, decoded, directory, list(files))
 
 
 def become(asked: Asked, executable: str) -> None:
