@@ -36,6 +36,7 @@ _HEAVY = (
     "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "torch._dynamo", "zckpt.live", "zckpt.runtime",
     "zckpt.runtime.train.train", "zckpt.runtime.estimation", "matplotlib.figure",
 )  # fmt: skip
+_CHECKPOINT = Path(__file__).parents[1] / "fixtures" / "transformers" / "llama_zero3" / "checkpoint"
 _TRAINS = ("train", "run", "demo", "estimate")
 """Commands that import torch."""
 _CLIENT = """#!{python} -IS
@@ -186,10 +187,20 @@ def become(asked: Asked, executable: str) -> None:
         importlib.import_module(of[asked.program]).main()
 
 
+def convert_once() -> None:
+    """Converts a small checkpoint and verifies it: what a process compiles and reads for its first job, no fork does again."""
+    import zckpt
+
+    with tempfile.TemporaryDirectory(prefix="zckpt-standby-") as place:
+        zckpt.convert(_CHECKPOINT, f"{place}/out", dtype="bf16")
+        zckpt.verify(_CHECKPOINT, f"{place}/out")
+
+
 def main() -> None:
     number, executable, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
+    convert_once()
     share_imports()
     asked = serve(socket.socket(fileno=int(number)))
     if asked is not None:

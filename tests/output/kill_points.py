@@ -1,6 +1,6 @@
 """Runs that are killed at every call that changes the file system, in a process of their own, forked from a warm one.
 
-    python kill_points.py CHECKPOINT WORK SCENARIO EXCHANGE END EVERY [ONLY]
+    python kill_points.py [CHECKPOINT WORK SCENARIO EXCHANGE END EVERY [ONLY]]
 
 SCENARIO is one of those below; EXCHANGE is "exchange" where two names may change places, "none" where the file system refuses
 that; END is "kill" or "error": the process ends at the point, or the call fails; ONLY is one point to look at. Every call that
@@ -8,7 +8,8 @@ renames, links, removes, makes, opens for writing, truncates, writes a journal's
 before one of them a run is killed. (After one is before the next: nothing else changes what is on the disk.) What lies there
 then is judged, a run that fails is judged, and the same run must end well. So it is at one of EVERY points, the first and the
 last; at the others nothing is done, since `test_power.py` has them all in memory, or, for proofs, what lies there is judged.
-Prints what happened as JSON.
+Prints what happened as JSON. Without words, each line of stdin is those of a fork, as JSON, and each line of stdout how it
+ended: its exit status, and what it said at stdout and at stderr.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from __future__ import annotations
 import builtins
 import ctypes
 import errno
+import functools
 import io
 import json
 import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from computed import COMPUTED, ComputedJob
+from ending import run_to_the_end
 from proofs import IS_WHOLE
 
 import zckpt
@@ -561,8 +565,22 @@ class Trials:
         self.told["whole"] += 1
 
 
-def main() -> None:
-    checkpoint, work, name, exchange, end, every, *only = sys.argv[1:]
+def serve() -> None:
+    """Does what lines of stdin say, each in a fork, which need not import all anew."""
+    for line in sys.stdin:
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            child = os.fork()
+            if not child:
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                run_to_the_end(functools.partial(main, json.loads(line)))
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            said = [file.read().decode() for file in (out, err) if not file.seek(0)]
+        print(json.dumps([code, *said]), flush=True)
+
+
+def main(words: list[str]) -> None:
+    checkpoint, work, name, exchange, end, every, *only = words
     batches.LEAST_BYTES = 0
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the test
     trials = Trials(SCENARIOS[name](checkpoint, work), exchange=exchange == "exchange", kill=end == "kill")
@@ -577,4 +595,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:]) if sys.argv[1:] else serve()

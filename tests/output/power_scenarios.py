@@ -511,11 +511,11 @@ class Power:
         return found
 
     def look(self, *, both: bool, pairs: bool) -> int:
-        """Judges all trees, and what comes after them, or after every other one; returns how many there are."""
+        """Judges all trees, and what comes after them, or after every third one; returns how many there are."""
         found = self.distinct(pairs=pairs)
         for number, ((tree, done), what) in enumerate(found.items()):
-            for failing in (False, True) if both else (number % 3 == 0,):
-                self.one(tree, what, done=done, failing=failing, goes_on=both or number % 2 == 0)
+            for failing in (False, True) if both else (number % 2 == 0,):
+                self.one(tree, what, done=done, failing=failing, goes_on=both or number % 3 == 0)
         return len(found)
 
     def misses(self, site: object) -> str:

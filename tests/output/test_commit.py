@@ -43,6 +43,15 @@ def overflowing(checkpoint: Path) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def trials() -> Iterator[subprocess.Popen[str]]:
+    """A process that does what `kill_points` is asked, which has imported it."""
+    with subprocess.Popen(
+        [sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+
+
 MORE = [
     ("Delta", "none", "error"),
     ("Apply", "none", "kill"),
@@ -82,12 +91,16 @@ EVERY = {"kill": 8, "error": 3} if proofs.IS_WHOLE else {"kill": 12, "error": 6}
         *proofs.cases((name, "none", "error") for name in ("Quantised", "Gguf")),
     ],
 )
-def test_every_call_may_be_the_last(scenario: str, exchange: str, end: str, checkpoint: Path) -> None:
+def test_every_call_may_be_the_last(
+    scenario: str, exchange: str, end: str, checkpoint: Path, trials: subprocess.Popen[str]
+) -> None:
     work = checkpoint.with_name(f"{scenario}-{exchange}-{end}")
-    command = [sys.executable, SCRIPT, str(checkpoint), str(work), scenario, exchange, end, str(EVERY[end])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    words = [str(checkpoint), str(work), scenario, exchange, end, str(EVERY[end])]
+    assert trials.stdin is not None and trials.stdout is not None
+    print(json.dumps(words), file=trials.stdin, flush=True)
+    code, out, err = json.loads(trials.stdout.readline())
+    assert code == 0, err
+    told = json.loads(out)
     assert told["points"] >= 30 and told["whole"] == told["failing"] > 3
     if end == "kill":
         assert told["old"] and told["new"]

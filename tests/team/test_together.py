@@ -51,7 +51,9 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def started(*trials: dict[str, Any]) -> list[dict[str, Any]]:
-    command = [sys.executable, str(TESTS / "started.py"), json.dumps(trials)]
+    """What the trials print; those that meet at torch's store are started from a process that has imported torch."""
+    python = f"{programs()}/python" if any(trial.get("launcher") == "env" for trial in trials) else sys.executable
+    command = [python, str(TESTS / "started.py"), json.dumps(trials)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout))
