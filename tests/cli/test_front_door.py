@@ -138,7 +138,10 @@ def test_a_number_of_parameters_is_a_model(text: str, numel: float) -> None:
 
     assert parameters_in(text) == numel and parameters_in("gpt2") is None and parameters_in("7B-chat") is None
     assert abs(model_of_size(int(numel)).numel / numel - 1) < 0.1
-    assert "Llama's kind" in typed(f"estimate {text}")
+
+
+def test_estimate_takes_a_number_of_parameters() -> None:
+    assert "Llama's kind" in typed("estimate 1.5b")
 
 
 def test_an_option_that_is_far_from_all_gets_no_guess(run: Path) -> None:
