@@ -277,10 +277,10 @@ def _replay_steps(
             "is made from several checkpoints, and not compared with one of them", file=manifests.NAME,
             remedy="Leave out the checkpoint: `zckpt verify OUT` checks that every byte is as it was written.",
         )  # fmt: skip
-    from zckpt.jobs.opened import WorkingModel
+    from zckpt.jobs.opened import working_model
     from zckpt.jobs.steps import steps_again
 
-    model = WorkingModel(catalog, place, Opened(catalog, place))
+    model = working_model(Opened(catalog, place))
     try:
         for step in steps_again(facts.options, lora):
             model = step(model)

@@ -28,9 +28,8 @@ from zckpt.checks.on_meta import load_on_meta
 from zckpt.checks.verdict import Check
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.jobs.groups import Reading
-from zckpt.jobs.open import open_catalog, open_place
+from zckpt.jobs.open import find_save, open_catalog, open_place
 from zckpt.jobs.opened import Opened, dequantise
-from zckpt.layouts.places import find
 from zckpt.layouts.plain import PATTERNS
 from zckpt.layouts.plain.files import named_data
 from zckpt.layouts.save.companions import config_of, find_config, other_class
@@ -38,7 +37,7 @@ from zckpt.layouts.save.weight_files import is_weights
 from zckpt.naming.fits import Misfits, compare_shapes, find_misfits
 from zckpt.storage import fsspec_io
 from zckpt.storage.json_files import check_size, read_json
-from zckpt.storage.location import Location, locate
+from zckpt.storage.location import Location
 
 _NO_NAMES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "quantization_config")
 """Keys of a config without meaning for the tensors' names and shapes."""
@@ -77,8 +76,7 @@ def examine_likeness(out: Location, like: Location, reading: Reading) -> tuple[C
         opened = open_catalog(out, reading, as_stored=True)
     except (IncompleteError, InconsistentError, CorruptError) as error:
         try:  # what OUT's own config.json misses is missed below, by name
-            place = find(out, reading.tag, [locate(root) for root in reading.also], as_part=reading.as_part)
-            opened = open_place(place, replace(reading, as_part=True), as_stored=True)
+            opened = open_place(find_save(out, reading), replace(reading, as_part=True), as_stored=True)
         except ZckptError:
             return None, Likeness((Check("files", "", (str(error),)),), "", (), _facts(None))
     if opened.catalog.source.layout != "plain":

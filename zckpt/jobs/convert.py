@@ -14,18 +14,16 @@ from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorColumns, TensorEntry, alike
 from zckpt.core.dtypes import F32, DType
-from zckpt.core.plan import OutputFile, Plan, pairs_of
-from zckpt.core.stores import FileStore
+from zckpt.core.plan import Plan, pairs_of
 from zckpt.engine import replicas
 from zckpt.jobs.casting import check_kept, dtype_of, output_dtype, to_dtype
 from zckpt.jobs.declarations import CONVERT, Asked
-from zckpt.jobs.groups import Selecting
-from zckpt.jobs.open import Opened, open_asked
-from zckpt.jobs.opened import WorkingModel
+from zckpt.jobs.open import Opened, open_model
+from zckpt.jobs.opened import WorkingModel, working_model
 from zckpt.jobs.planned import Planned, Report, carry_out, find_left_out, protected_places
-from zckpt.jobs.steps import is_copy, open_model, record_of, steps_of
+from zckpt.jobs.steps import record_of, steps_of
 from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out, lay_out_columns
-from zckpt.layouts.save.companions import config_file, read_own_config
+from zckpt.layouts.save.companions import config_file
 from zckpt.output.names import FILES
 from zckpt.output.order import Order
 from zckpt.output.publish import check_output
@@ -159,34 +157,26 @@ def prepare(
             "OUT cannot be a page of the hub here", file=place, remedy="Use zckpt.push_to_hub(checkpoint, repo_id)."
         )
     target, single = _target(place, asked)
-    if opened is None:
-        opened = open_asked(source, asked)
-    model = bare = open_model(opened)
-    for step in steps_of(asked, to_directory=not single):
+    model = open_model(source, asked.reading) if opened is None else working_model(opened)
+    for step in steps_of(asked, to_directory=not single, is_read=opened is not None):
         model = step(model)
     if place.path:  # else the caller takes the files
         inputs = _inputs_of(model, asked, source, single=single and not place.is_remote)
         how = asked.publishing
         check_output(place, single=single, overwrite=how.overwrite, protected=inputs, merge=how.merge)
     asked = replace(asked, naming=model.naming)
-    destination, recorded, more = _lay_out(model, asked, target)
-    copies: Sequence[tuple[Location, str]] = ()
-    notes = (*model.notes, *more)
-    if not single:
-        config = _config_of(model, asked.casting.dtype or usual_dtype(destination.entries))
-        destination = replace(destination, files=(*destination.files, *([config] if config else [])))
-        copies, left_out = model.opened.companions() if model.copies is None else (model.copies, ())
-        notes += (*left_out, *_misfits(model, asked, target))
-    if not is_copy(model.opened, asked):
-        model.opened.check_read(model.catalog.tensors.values())
+    destination, recorded, notes = _lay_out(model, asked, target)
     plan = Plan(destination.files, pairs_of(model.catalog.tensors, destination.entries))
+    if not single:
+        plan = plan.with_files(config_file(model.config, asked.casting.dtype or usual_dtype(destination.entries)))
+    order = order_for(asked, plan, place, model.catalog, model.copies or (), recorded, single=single)
     fates = find_left_out(
-        bare.catalog, model.catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up
+        model.source, model.catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up
     )
-    order = replace(order_for(asked, plan, place, model.catalog, copies, recorded, single=single), left_out=fates)
     return PlannedConversion(
-        model.opened, order, notes, asked, sources=model.sources, beside=model.made_from, trained=model.trained
-    )
+        model.opened, replace(order, left_out=fates), (*model.notes, *notes), asked,
+        sources=model.sources, beside=model.made_from, trained=model.trained,
+    )  # fmt: skip
 
 
 def _inputs_of(model: WorkingModel, asked: Asked[object], source: Location, *, single: bool) -> set[Location]:
@@ -225,45 +215,6 @@ def _lay_out(
     pairs = list(zip(tensors.values(), wanted.values(), strict=True))
     del wanted  # of a million tensors, 80 MB
     return lay_out(pairs, model.catalog.aliases, target), recorded, notes
-
-
-def _misfits(model: WorkingModel, asked: Asked[object], target: WeightsTarget) -> tuple[str, ...]:
-    """Sentences on what a loader of the directory would miss, ignore or make of it, by the config."""
-    notes: tuple[str, ...] = ()
-    if asked.selecting == Selecting() and target.format == "safetensors":
-        notes = _note_misfits(model)
-    if model.opened.other_class:
-        return (*notes, f"{_OTHER_CLASS} {model.opened.other_class}, which is written.")
-    return notes
-
-
-_OTHER_CLASS = "The config names a causal language model; the weights have the head of"
-
-
-def _note_misfits(model: WorkingModel) -> tuple[str, ...]:
-    """Sentences on tensors that a loader would miss or ignore, by the config; empty if most names are not the config's."""
-    opened, catalog = model.opened, model.catalog
-    config = opened.config(model.config)
-    if config is None or opened.quantization is not None or opened.packed is not None:
-        return ()
-    from zckpt.naming.fits import find_misfits
-
-    found = find_misfits(catalog, config)
-    if found is None or not found.note or 2 * (len(found.missing) + len(found.ignored)) > len(catalog.tensors):
-        return ()
-    return (found.note,)
-
-
-def _config_of(model: WorkingModel, dtype: DType) -> tuple[OutputFile, FileStore] | None:
-    """The model's `config.json` with the dtype of its weights; None if there is no config."""
-    known = model.opened.config(model.config)
-    if model.is_merged:
-        home = model.place
-        from zckpt.quantized.configs import without
-
-        known = read_own_config(home.home, home.named) if known is None else known
-        known = None if known is None else without(known)  # the numbers of a quantised base were taken for the merge
-    return config_file(known, dtype)
 
 
 def order_for(

@@ -23,7 +23,7 @@ from zckpt.core.dtypes import CAST_TARGETS, SHORT_NAMES
 from zckpt.core.fragments import Fragment
 from zckpt.jobs.casting import output_dtype
 from zckpt.jobs.groups import Reading
-from zckpt.jobs.open import Opened, open_place, strip_wrappers
+from zckpt.jobs.open import Opened, find_save, open_place, strip_wrappers
 from zckpt.jobs.opened import about, dequantise
 from zckpt.jobs.rank_files import (
     SWAP,
@@ -39,13 +39,12 @@ from zckpt.jobs.rank_files import (
     other_files,
     slices_as_json,
 )
-from zckpt.layouts.places import Place, find
+from zckpt.layouts.places import Place
 from zckpt.layouts.run import agreement
 from zckpt.layouts.run.values import refuse_odd_values
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing, ReadOptions
 from zckpt.naming.adapter_names import note_unmerged
-from zckpt.storage.location import locate
 
 _KINDS = {"model": "model", "optim": "optimizer"}
 _MOST_EXPERTS = 8
@@ -362,17 +361,16 @@ def inspect_checkpoint(
         >>> found.exportable.ok, found.resumable.ok
         (True, True)
     """
-    place = find(locate(path), tag, [locate(root) for root in also], as_part=as_part)
+    reading = Reading(tag=tag, also=also, read_options=read_options, as_part=as_part)
+    place = find_save(path, reading)
     catalog: Catalog | None = None
     notes: tuple[str, ...] = place.notes
     try:
-        reading = Reading(tag=tag, also=also, read_options=read_options, as_part=as_part)
         opened = open_place(place, reading, as_stored=True)
         numbers = dequantise(opened)
     except ZckptError as error:
         exportable = _refusal(error, place)
     else:
-        place = opened.place
         catalog, stripped = strip_wrappers(opened.catalog)
         now = numbers.catalog.tensors
         was = opened.catalog.tensors

@@ -26,7 +26,7 @@ from zckpt.core.plan import Plan
 from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.jobs.groups import Reading
 from zckpt.jobs.opened import Opened as Opened
-from zckpt.jobs.opened import dequantise, opened_as_stored
+from zckpt.jobs.opened import WorkingModel, dequantise, opened_as_stored, working_model
 from zckpt.layouts.places import Place, find
 from zckpt.layouts.save.folder import list_folder
 from zckpt.layouts.save.listing import ReadOptions
@@ -70,13 +70,7 @@ def open_catalog(
         ZckptError: one of its kinds says what is wrong.
     """
     reading = reading or Reading()
-    named = locate(path)
-    if reading.best:
-        from zckpt.layouts.save.trainers import find_best
-
-        named = find_best(named)
-    place = find(named, reading.tag, [locate(root) for root in reading.also], as_part=reading.as_part)
-    return open_place(replace(place, named=named), reading, as_stored=as_stored, keeps_dtypes=keeps_dtypes)
+    return open_place(find_save(path, reading), reading, as_stored=as_stored, keeps_dtypes=keeps_dtypes)
 
 
 def open_asked(path: str | os.PathLike[str], asked: Asked[object]) -> Opened:
@@ -84,17 +78,39 @@ def open_asked(path: str | os.PathLike[str], asked: Asked[object]) -> Opened:
     return open_catalog(path, asked.reading, keeps_dtypes=asked.casting.dtype is None)
 
 
+def find_save(path: str | os.PathLike[str], reading: Reading) -> Place:
+    """The save that is meant; arguments and errors as for `open_catalog`."""
+    named = locate(path)
+    if reading.best:
+        from zckpt.layouts.save.trainers import find_best
+
+        named = find_best(named)
+    place = find(named, reading.tag, [locate(root) for root in reading.also], as_part=reading.as_part)
+    options = place.listing.options if reading.read_options is None else reading.read_options
+    return replace(place, named=named, listing=replace(place.listing, options=options))
+
+
+def open_model(path: str | os.PathLike[str], reading: Reading) -> WorkingModel:
+    """A save as a model for the steps of a conversion, with tensors and names as its files have them; errors as for
+    `open_catalog`.
+    """
+    place = find_save(path, reading)
+    return working_model(Opened(read_save(place, reading), place))
+
+
 def open_place(place: Place, reading: Reading, *, as_stored: bool = False, keeps_dtypes: bool = False) -> Opened:
     """As `open_catalog`, for a save that was found."""
-    if reading.read_options is not None:
-        place = replace(place, listing=replace(place.listing, options=reading.read_options))
+    opened = opened_as_stored(read_save(place, reading), place)
+    return opened if as_stored else dequantise(opened, keeps_dtypes=keeps_dtypes)
+
+
+def read_save(place: Place, reading: Reading) -> Catalog:
+    """The tensors of a save as its files hold them; errors as for `open_catalog`."""
     catalog = layouts.read(place.listing, allow_unknown=reading.allow_unknown_layout, as_part=reading.as_part)
     part = place.listing.part
     source = replace(catalog.source, notes=place.notes + catalog.source.notes, part=part)
     evidence = Evidence("unknown", f"it is {part}, taken alone", "the others") if part else catalog.evidence
-    catalog = replace(catalog, source=source, evidence=evidence)
-    opened = opened_as_stored(catalog, place)
-    return opened if as_stored else dequantise(opened, keeps_dtypes=keeps_dtypes)
+    return replace(catalog, source=source, evidence=evidence)
 
 
 def strip_wrappers(catalog: Catalog, *, of_trl: bool = True) -> tuple[Catalog, tuple[str, ...]]:

@@ -231,7 +231,8 @@ class WorkingModel:
         catalog: its tensors.
         place: where its config is.
         opened: the checkpoint.
-        config: what its `config.json` is to say, where a step says it; None for the one that is there.
+        source: the checkpoint's tensors under the model's own names, of which the ledger is kept.
+        config: what its `config.json` says, where a step says it; None for the one that is there, and in the end for none.
         notes: sentences for the user.
         recorded: facts for the manifest, beside the options themselves.
         given_up: tensor of the checkpoint -> the rule of the ledger by which the model does not have it.
@@ -249,6 +250,7 @@ class WorkingModel:
     catalog: Catalog
     place: Place
     opened: Opened
+    source: Catalog
     config: Mapping[str, object] | None = None
     notes: tuple[str, ...] = ()
     recorded: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -262,6 +264,11 @@ class WorkingModel:
     trained: tuple[TrainedTensor, ...] = ()
     is_merged: bool = False
     naming: Naming = Naming()
+
+
+def working_model(opened: Opened) -> WorkingModel:
+    """A checkpoint as a model to which no step was applied."""
+    return WorkingModel(opened.catalog, opened.place, opened, opened.catalog)
 
 
 def with_form(recorded: Mapping[str, object], more: Mapping[str, object]) -> dict[str, object]:

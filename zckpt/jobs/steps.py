@@ -17,31 +17,48 @@ from zckpt.core.ledger import names_unread
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Form, LoraMerge, Merging, Naming, Selecting, know_family
 from zckpt.jobs.open import Opened, strip_wrappers
-from zckpt.jobs.opened import WorkingModel, with_form
+from zckpt.jobs.opened import WorkingModel, dequantise, opened_as_stored, with_form
 from zckpt.jobs.selection import check_wanted, is_wanted, resolve_selection, select
-from zckpt.layouts.save.companions import read_config
+from zckpt.layouts.save.companions import read_config, read_own_config
 
 ModelStep = Callable[[WorkingModel], WorkingModel]
 """One change of a model; it records in the model what it did."""
 
 
-def steps_of(asked: Asked[object], *, to_directory: bool) -> tuple[ModelStep, ...]:
-    """The steps of a conversion, in the order in which they are applied."""
-    first: tuple[ModelStep, ...] = (partial(take_as_saved, asked=asked, to_directory=to_directory),)
+def steps_of(asked: Asked[object], *, to_directory: bool, is_read: bool = False) -> tuple[ModelStep, ...]:
+    """The steps of a conversion, in the order in which they are applied.
+
+    Args:
+        asked: the options.
+        to_directory: whether the output is one that `from_pretrained` loads.
+        is_read: whether the tensors are numbers already, or are to stay as they are stored.
+    """
+    steps: list[ModelStep] = []
+    if not is_read:
+        steps.append(partial(take_numbers, keeps_dtypes=asked.casting.dtype is None))
+    steps += [unwrap, partial(take_as_saved, asked=asked, to_directory=to_directory)]
     if asked.merging != Merging():
         from zckpt.jobs.merge_steps import complete, merge_given
 
         lora, base = asked.merging.lora, asked.merging.base
-        first = (*first, partial(complete, base=base)) if lora is None else (partial(merge_given, lora=lora),)
+        steps.append(partial(complete, base=base) if lora is None else partial(merge_given, lora=lora))
     exclude = tuple(asked.selecting.exclude)
-    form = partial(reform, form=asked.naming.form, to_directory=to_directory, exclude=exclude)
-    return (*first, form, partial(select_wanted, selecting=asked.selecting, naming=asked.naming))
+    steps.append(partial(reform, form=asked.naming.form, to_directory=to_directory, exclude=exclude))
+    steps.append(partial(select_wanted, selecting=asked.selecting, naming=asked.naming))
+    steps.append(partial(check_numbers, asked=asked))
+    return (*steps, partial(add_companions, asked=asked)) if to_directory else tuple(steps)
 
 
-def open_model(opened: Opened) -> WorkingModel:
-    """A checkpoint as a model, without what wrappers put into its names."""
-    catalog, notes = strip_wrappers(opened.catalog)
-    return WorkingModel(catalog, opened.place, opened, notes=(*opened.catalog.source.notes, *notes))
+def take_numbers(model: WorkingModel, keeps_dtypes: bool) -> WorkingModel:
+    """Takes the numbers that quantised tensors stand for; `keeps_dtypes`: in bf16, and not in fp32."""
+    opened = dequantise(opened_as_stored(model.catalog, model.place), keeps_dtypes=keeps_dtypes)
+    return replace(model, catalog=opened.catalog, opened=opened)
+
+
+def unwrap(model: WorkingModel) -> WorkingModel:
+    """Takes off what wrappers put into the names."""
+    catalog, notes = strip_wrappers(model.catalog)
+    return replace(model, catalog=catalog, source=catalog, notes=(*model.catalog.source.notes, *notes))
 
 
 def is_copy(opened: Opened, asked: Asked[object]) -> bool:
@@ -168,6 +185,47 @@ def take_states(model: WorkingModel, selecting: Selecting) -> WorkingModel:
     opened = Opened(layouts.read(model.place.listing), model.place)
     states = select(states_of(opened).catalog(model.catalog), selecting)
     return replace(model, catalog=states, left_out=(*model.left_out, *model.catalog.tensors))
+
+
+def check_numbers(model: WorkingModel, asked: Asked[object]) -> WorkingModel:
+    """Refuses a model with packed numbers that zckpt does not read, unless they are copied as they are."""
+    if not is_copy(model.opened, asked):
+        model.opened.check_read(model.catalog.tensors.values())
+    return model
+
+
+def add_companions(model: WorkingModel, asked: Asked[object]) -> WorkingModel:
+    """Adds what a directory has beside weights, config, tokenizer and the like, and sentences on what a loader makes of it."""
+    opened = model.opened
+    config = opened.config(model.config)
+    notes: tuple[str, ...] = ()
+    if asked.selecting == Selecting() and asked.sharding.format in (None, "safetensors"):
+        notes = _note_misfits(model, config)
+    if opened.other_class:
+        notes = (*notes, f"{_OTHER_CLASS} {opened.other_class}, which is written.")
+    if model.is_merged:
+        from zckpt.quantized.configs import without
+
+        config = read_own_config(model.place.home, model.place.named) if config is None else config
+        config = None if config is None else without(config)  # the numbers of a quantised base were taken for the merge
+    copies, left_out = opened.companions() if model.copies is None else (model.copies, ())
+    return replace(model, config=config, copies=tuple(copies), notes=(*model.notes, *left_out, *notes))
+
+
+_OTHER_CLASS = "The config names a causal language model; the weights have the head of"
+
+
+def _note_misfits(model: WorkingModel, config: Mapping[str, object] | None) -> tuple[str, ...]:
+    """Sentences on tensors that a loader would miss or ignore, by the config; empty if most names are not the config's."""
+    if config is None or model.opened.quantization is not None or model.opened.packed is not None:
+        return ()
+    from zckpt.naming.fits import find_misfits
+
+    found = find_misfits(model.catalog, config)
+    names = len(model.catalog.tensors)
+    if found is None or not found.note or 2 * (len(found.missing) + len(found.ignored)) > names:
+        return ()
+    return (found.note,)
 
 
 RECORDED = ("include", "exclude", "exclude_frozen", "strip_prefix", "rename", "overflow", "keep_dtype")
