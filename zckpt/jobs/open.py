@@ -32,7 +32,7 @@ from zckpt.layouts.save.folder import list_folder
 from zckpt.layouts.save.listing import ReadOptions
 from zckpt.layouts.save.state_names import WRAPPERS
 from zckpt.layouts.search import pointer_in, tags_in
-from zckpt.output import manifest
+from zckpt.output.manifest import path_for
 from zckpt.storage.descriptors import OpenFiles
 from zckpt.storage.location import locate
 
@@ -81,11 +81,8 @@ def open_asked(path: str | os.PathLike[str], asked: Asked[object]) -> Opened:
 def find_save(path: str | os.PathLike[str], reading: Reading) -> Place:
     """The save that is meant; arguments and errors as for `open_catalog`."""
     named = locate(path)
-    if reading.best:
-        from zckpt.layouts.save.trainers import find_best
-
-        named = find_best(named)
-    place = find(named, reading.tag, [locate(root) for root in reading.also], as_part=reading.as_part)
+    also = [locate(root) for root in reading.also]
+    place = find(named, reading.tag, also, as_part=reading.as_part, best=reading.best)
     options = place.listing.options if reading.read_options is None else reading.read_options
     return replace(place, named=named, listing=replace(place.listing, options=options))
 
@@ -501,9 +498,9 @@ def check_order(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str])
     folder = list_folder(place)
     if not pointer_in(folder.names) and not tags_in(folder):
         return
-    is_output = source.is_dir() and os.path.lexists(manifest.path_for(source.path, single=False))
+    is_output = source.is_dir() and os.path.lexists(path_for(source.path, single=False))
     if source.is_dir() or source.is_file():
-        if not is_output and not (source.is_file() and os.path.lexists(manifest.path_for(source.path, single=True))):
+        if not is_output and not (source.is_file() and os.path.lexists(path_for(source.path, single=True))):
             return
         found = "an output of zckpt"
     else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt import layouts
 from zckpt.base.dataclass import dataclass
-from zckpt.base.errors import IncompleteError, UsageError
+from zckpt.base.errors import IncompleteError, NotACheckpointError, UsageError
 from zckpt.base.words import count, examples
 from zckpt.layouts.run.steps import OF_MEGATRON, TRACKER, read_step, step_pointer
 from zckpt.layouts.save import trainers
@@ -22,7 +22,17 @@ from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.folder import Folder, list_folder
 from zckpt.layouts.save.listing import Listing, lay_over, natural
 from zckpt.layouts.save.pointers import check_tag, read_pointer
-from zckpt.layouts.search import foreign_error, foreign_save, has_saves, has_weights, pointer_in, tag_meant, tags_in
+from zckpt.layouts.search import (
+    foreign_error,
+    foreign_format,
+    foreign_save,
+    has_saves,
+    has_weights,
+    look_below,
+    pointer_in,
+    tag_meant,
+    tags_in,
+)
 from zckpt.output.saves import find_displaced
 from zckpt.storage.location import Location, locate
 
@@ -57,12 +67,16 @@ class Look(NamedTuple):
         tag: which save is wanted, if the user says it.
         also: directories laid over it.
         as_part: whether a part of a save is wanted.
+        best: whether the run's best save is wanted.
+        file: the name of a file in it, where that is what the user gave; else empty.
     """
 
     folder: Folder
     tag: str | None
     also: Sequence[Folder]
     as_part: bool = False
+    best: bool = False
+    file: str = ""
 
     @property
     def path(self) -> Location:
@@ -83,12 +97,44 @@ class NextEntry(NamedTuple):
         tag: which save in it is wanted.
         tags: the saves among which it was chosen; none where those in it count.
         notes: what was chosen, as sentences.
+        folder: the directory in which the search goes on, where that lies deeper in the entry; else None.
     """
 
     name: str
     tag: str | None = None
     tags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    folder: Folder | None = None
+
+
+def as_best(look: Look) -> NextEntry | None:
+    """The run's output directory as the folder of its best save, where that is wanted.
+
+    Raises:
+        UsageError: nothing there says which save is the best. IncompleteError: the best one is not there any more.
+        ZckptError: the run's record cannot be read.
+    """
+    if not look.best:
+        return None
+    name = trainers.best_in(look.folder)
+    if name is None:
+        raise no_best_error(look.path)
+    if name not in look.names:
+        raise IncompleteError(
+            f"does not hold the best save, {name!r}", file=look.path,
+            found=examples(look.folder.directories(trainers.FOLDER)) or "no checkpoint-N folder",
+            remedy="Copy that folder here, or leave --best out.",
+        )  # fmt: skip
+    return NextEntry(name, look.tag)
+
+
+def no_best_error(path: Location) -> UsageError:
+    """The error for a run's output directory that says of no save that it is the best."""
+    return UsageError(
+        "says of no save that it is the best", file=path,
+        expected=f"best_model_checkpoint in the {trainers.STATE} of a checkpoint-N folder, as load_best_model_at_end leaves it",
+        remedy="Leave --best out, or give the folder that you want.",
+    )  # fmt: skip
 
 
 def as_save(look: Look) -> Place | None:
@@ -246,8 +292,6 @@ def as_home(look: Look) -> Place | None:
 
 def as_trainers(look: Look) -> NextEntry | None:
     """A trainer's output: the newest of its `checkpoint-N` folders that holds saves, or plain weights if it has none itself."""
-    from zckpt.layouts.save.trainers import name_best
-
     folders = look.folder.directories(trainers.FOLDER)
     held = [inner for name in reversed(folders) if (inner := look.folder.inside(name)) is not None]
     saves = (one.name for one in held if pointer_in(one.names) or tags_in(one))
@@ -257,7 +301,7 @@ def as_trainers(look: Look) -> NextEntry | None:
     note = f"{look.path!r} holds {count(len(folders), 'folder')} of a trainer's checkpoints: the newest, {newest!r}, is taken."
     if weights := name_weights(look.folder):
         note += f" The weights in {look.path!r} itself are not; to take these, give {weights!r}."
-    best = name_best(look.folder)
+    best = trainers.name_best(look.folder)
     if best not in (None, newest):
         note += f" The best by trainer_state.json is {best!r}, which --best takes."
     return NextEntry(newest, look.tag, notes=(note,))
@@ -337,6 +381,51 @@ def as_several(look: Look) -> Place | None:
     return None
 
 
+def as_below(look: Look) -> NextEntry:
+    """The only save further below a directory that holds none itself, or the newest of several of one run.
+
+    Raises:
+        NotACheckpointError: there is none, or there are several, or only formats that zckpt does not read.
+    """
+    from zckpt.layouts.save.series import meaning_of
+
+    if foreign := foreign_format(look.names):
+        raise foreign_error(look.path, foreign)
+    below = look_below(look.folder)
+    if below.saves and meaning_of(names := _names_that_differ(look, below.saves)) == "moment":
+        newest = [save for save, name in zip(below.saves, names, strict=True) if name == names[-1]]
+        below = below._replace(saves=newest)
+    if len(below.saves) == 1:
+        found = below.saves[0]
+        note = f"{look.path!r} holds no save itself: {found.path!r} is taken."
+        return NextEntry("", look.tag, (), (note,), found)
+    if below.foreign and not below.saves:
+        raise foreign_error(below.foreign[0][0].path, below.foreign[0][1])
+    raise _no_save_error(look, [save.path for save in below.saves])
+
+
+def _names_that_differ(look: Look, saves: Sequence[Folder]) -> list[str]:
+    """Of directories further below, the first names on the way to them that are not all the same."""
+    paths = [save.path.relative_to(look.path).replace("\\", "/").split("/") for save in saves]
+    return next((list(names) for names in zip(*paths, strict=False) if len({*names}) > 1), [path[0] for path in paths])
+
+
+def _no_save_error(look: Look, below: Sequence[Location]) -> NotACheckpointError:
+    is_deepspeeds = "zero_to_fp32.py" in look.names or any(name.startswith("global_step") for name in look.names)
+    found = count(len(look.names), "entry", "entries") + (f" such as {examples(look.names)}" if look.names else "")
+    found = found if look.names else "an empty directory"
+    if unfinished := [name for name in (look.folder.name, *look.names) if trainers.UNFINISHED in name]:
+        found = f"a save that was not finished, {examples(unfinished, 1)}"
+    return NotACheckpointError(
+        "holds no checkpoint" + (" itself" if below else ""), file=look.path,
+        found=f"{count(len(below), 'save')} further below" if below else found,
+        expected="'latest', a tag directory with *_states.pt or *.distcp files, checkpoint-N folders, or weights files",
+        remedy=f"Give one of the directories that hold saves: {examples(below, 6)}." if below
+        else "Put files that were moved out of their global_step* directory back into it." if is_deepspeeds
+        else "Give the directory that holds the save, or the file with the weights.",
+    )  # fmt: skip
+
+
 def _saves_in(names: Iterable[str], family: Family) -> list[str]:
     """The saves of a family among files of these names, in natural order."""
     return sorted({save for name in names if (save := family.save_of(name)) is not None}, key=natural)
@@ -398,6 +487,7 @@ def _pointer_of(folder: Folder, tags: Sequence[str]) -> str:
 
 
 QUESTIONS = (
+    as_best,
     as_save,
     refuse_foreign,
     as_pointed,
@@ -411,4 +501,6 @@ QUESTIONS = (
     as_trainers,
     as_several,
 )
-"""The questions about a directory, in the order in which they are asked; the last, whether it holds weights, is in `files`."""
+"""The questions about a directory, in the order in which they are asked. After them comes whether it holds weights (`files`), and
+`as_below`.
+"""

@@ -1,6 +1,6 @@
 """The save that a file stands for: one of several in a directory, all files of one model, or the file alone.
 
-For `places`, for a path that is a file, and for a directory that is nothing but its weights.
+For `places`, which asks these questions of a path that is a file, and `weights_in` of a directory that is nothing but weights.
 """
 
 from __future__ import annotations
@@ -11,69 +11,127 @@ from dataclasses import replace
 from zckpt import layouts
 from zckpt.base.errors import IncompleteError
 from zckpt.base.words import count, examples
-from zckpt.layouts.directories import Look, Place, listing_of, one_of
+from zckpt.layouts.directories import Look, Place, listing_of, no_best_error, one_of
 from zckpt.layouts.parts import PlacedPart, model_of_file, part_error, rank_part_of
+from zckpt.layouts.run.steps import POINTERS_OF_STEPS
 from zckpt.layouts.save import trainers
 from zckpt.layouts.save.companions import home_of
 from zckpt.layouts.save.family import Family
 from zckpt.layouts.save.folder import Folder, list_folder
-from zckpt.layouts.save.listing import Listing
+from zckpt.layouts.save.listing import UNIVERSAL_POINTER, Listing
+from zckpt.layouts.save.pointers import read_pointer
 from zckpt.layouts.save.series import series_of
 from zckpt.layouts.save.weight_files import WeightFiles, is_weights, models_in
-from zckpt.layouts.search import foreign_error, foreign_format, foreign_save, has_weights, look_below
+from zckpt.layouts.search import POINTERS, foreign_error, foreign_format, foreign_save, has_weights, look_below
 from zckpt.storage.location import Location
 
 
-def save_of_file(folder: Folder, name: str, also: Sequence[Folder], *, as_part: bool) -> Place | Location | None:
-    """The save that a file of a directory stands for; for a link, the file that it leads to, where that one's directory
-    decides; None where this directory decides.
+def refuse_best(look: Look) -> None:
+    """Raises UsageError if a run's best save is wanted, which no file names."""
+    if look.best:
+        raise no_best_error(look.path / look.file)
 
-    Raises:
-        NotACheckpointError: it is of another program. IncompleteError: it is one of several, and the others are missing.
-    """
-    file = folder.path / name
-    if as_part and (place := _find_part_alone(folder, name, also)) is not None:
-        return place
-    for family in layouts.FAMILIES:
-        if (save := family.save_of(name)) is not None:
-            listing = one_of(listing_of(folder, save, also), family, save)
-            if not _is_alone(listing, family) and family.match(listing) is None:
-                return Place(listing, folder.path)
-    if layouts.is_of_save(name) or _is_of_family(folder, name):
+
+def as_pointer(look: Look) -> Look | None:
+    """The directory of a file that names the newest save; of universal checkpoints, the tag that it names is wanted."""
+    if look.file == UNIVERSAL_POINTER:
+        return look._replace(file="", tag=look.tag or read_pointer(look.path / look.file))
+    return look._replace(file="") if look.file in (*POINTERS, *POINTERS_OF_STEPS) else None
+
+
+def as_part_alone(look: Look) -> Place | None:
+    """A file that is a part of a save, read alone, where that is wanted."""
+    if not look.as_part:
         return None
-    if foreign := foreign_save([name]) if is_weights(name) else foreign_format([name]):
-        raise foreign_error(file, foreign)
-    if model := model_of_file(name, folder):
-        return _place_of_model(folder, model, also, given=name)
-    if (target := file.resolved()).name != name and not file.is_remote:
-        home = list_folder(target.parent)
-        if (model := model_of_file(target.name, home)) or layouts.is_of_save(target.name):
-            return _place_of_model(home, model, also, given=target.name) if model else target
-    if part := rank_part_of(file, also):
-        if part.below or len(part.parts) == 1:
-            raise part_error(part)
-        listing = listing_of(folder, "", also)
-        if all(family.match(listing) is not None for family in layouts.FAMILIES[:-1]):
-            raise part_error(part)
-        return Place(listing, folder.path, (), (f"{name!r} is {part.words}: all are read.",))
-    return Place(Listing(file, "", {name: file}), folder.path)
+    file, model = look.path / look.file, model_of_file(look.file, look.folder)
+    words = model.words if model and look.file != model.named_by else ""
+    if not words and (part := rank_part_of(file, look.also)):
+        words = part.words
+    if not words or (layouts.is_of_save(look.file) and not is_weights(look.file)):
+        return None
+    return Place(Listing(file, "", {look.file: file}, part=words), look.path)
+
+
+def as_one_of_several(look: Look) -> Place | None:
+    """A file that bears the name of its save, one of several in the directory."""
+    for family in layouts.FAMILIES:
+        if (save := family.save_of(look.file)) is not None:
+            listing = one_of(listing_of(look.folder, save, look.also), family, save)
+            if not _is_alone(listing, family) and family.match(listing) is None:
+                return Place(listing, look.path)
+    return None
+
+
+def as_file_of_save(look: Look) -> Look | None:
+    """The directory of a file that belongs to a save by its name."""
+    is_of_one = layouts.is_of_save(look.file) or _is_of_family(look.folder, look.file)
+    return look._replace(file="") if is_of_one else None
+
+
+def refuse_foreign(look: Look) -> None:
+    """Raises NotACheckpointError for a file of a format that zckpt does not read."""
+    names = [look.file]
+    if foreign := foreign_save(names) if is_weights(look.file) else foreign_format(names):
+        raise foreign_error(look.path / look.file, foreign)
+
+
+def as_model(look: Look) -> Place | None:
+    """The model that a file belongs to by its name, or by what it holds."""
+    model = model_of_file(look.file, look.folder)
+    return _place_of_model(look.folder, model, look.also, given=look.file) if model else None
+
+
+def as_link(look: Look) -> Place | Location | None:
+    """The model that the target of a link belongs to; the target itself, where it is of a save."""
+    file = look.path / look.file
+    if (target := file.resolved()).name == look.file or file.is_remote:
+        return None
+    home = list_folder(target.parent)
+    if model := model_of_file(target.name, home):
+        return _place_of_model(home, model, look.also, given=target.name)
+    return target if layouts.is_of_save(target.name) else None
+
+
+def as_rank_part(look: Look) -> Place | None:
+    """The save of a file that one rank wrote, with the files of all ranks."""
+    part = rank_part_of(look.path / look.file, look.also)
+    if part is None:
+        return None
+    if part.below or len(part.parts) == 1:
+        raise part_error(part)
+    listing = listing_of(look.folder, "", look.also)
+    if all(family.match(listing) is not None for family in layouts.FAMILIES[:-1]):
+        raise part_error(part)
+    return Place(listing, look.path, (), (f"{look.file!r} is {part.words}: all are read.",))
+
+
+def as_one_file(look: Look) -> Place:
+    """The file alone."""
+    file = look.path / look.file
+    return Place(Listing(file, "", {look.file: file}), look.path)
+
+
+QUESTIONS = (
+    refuse_best,
+    as_pointer,
+    as_part_alone,
+    as_one_of_several,
+    as_file_of_save,
+    refuse_foreign,
+    as_model,
+    as_link,
+    as_rank_part,
+    as_one_file,
+)
+"""The questions about a file, in the order in which they are asked; the last has an answer. An answer is the place of a save,
+another path, or the directory, which is then looked at itself.
+"""
 
 
 def _is_of_family(folder: Folder, name: str) -> bool:
     """Whether a file has a name that a family's saves have, beside one of its own marks."""
     kinds = ((family, kind) for family in layouts.FAMILIES if not family.fallback for kind in family.common)
     return any(kind.pattern.fullmatch(name) and family.is_save(folder.names) for family, kind in kinds)
-
-
-def _find_part_alone(folder: Folder, name: str, also: Sequence[Folder]) -> Place | None:
-    """The place of a file that is a part of a save, read alone; None for any other file."""
-    file, model = folder.path / name, model_of_file(name, folder)
-    words = model.words if model and name != model.named_by else ""
-    if not words and (part := rank_part_of(file, also)):
-        words = part.words
-    if not words or (layouts.is_of_save(name) and not is_weights(name)):
-        return None
-    return Place(Listing(file, "", {name: file}, part=words), folder.path)
 
 
 def weights_in(look: Look) -> Place | None:

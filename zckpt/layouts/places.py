@@ -18,22 +18,26 @@ from typing import TYPE_CHECKING
 
 from zckpt import layouts
 from zckpt.base.errors import NotACheckpointError, ZckptError
-from zckpt.base.words import count, examples
-from zckpt.layouts.directories import QUESTIONS, Look, NextEntry, laid_over
+from zckpt.base.words import examples
+from zckpt.layouts.directories import QUESTIONS, Look, NextEntry, as_below, laid_over
 from zckpt.layouts.directories import Place as Place
-from zckpt.layouts.run.steps import POINTERS_OF_STEPS
 from zckpt.layouts.save import trainers
 from zckpt.layouts.save.folder import Folder, list_folder
-from zckpt.layouts.save.listing import UNIVERSAL_POINTER
-from zckpt.layouts.save.pointers import read_pointer
-from zckpt.layouts.search import POINTERS, foreign_error, foreign_format, look_below, missing_error
+from zckpt.layouts.search import missing_error
 from zckpt.storage.location import Location
 
 if TYPE_CHECKING:
     from zckpt.layouts.parts import PlacedPart
 
 
-def find(path: Location, tag: str | None = None, also: Sequence[Location] = (), *, as_part: bool = False) -> Place:
+def find(
+    path: Location,
+    tag: str | None = None,
+    also: Sequence[Location] = (),
+    *,
+    as_part: bool = False,
+    best: bool = False,
+) -> Place:
     """The save that `path` means.
 
     Args:
@@ -41,50 +45,50 @@ def find(path: Location, tag: str | None = None, also: Sequence[Location] = (), 
         tag: which save, where there are several.
         also: directories with files that are laid over it: the same checkpoint's parts on other nodes' disks.
         as_part: take a part of a save alone, as if it were one.
+        best: of a run of transformers' Trainer, take the best save.
 
     Raises:
         NotACheckpointError: there is nothing to read.
         IncompleteError: `latest` is missing and there are several tags, or it names a tag that is not there; or `path` is a part
-            of a save, and the others are missing or cannot be joined with it.
+            of a save, and the others are missing or cannot be joined with it; or the best save is not there.
         UnsafeError: `latest` or `tag` points outside the directory.
+        UsageError: nothing says which save is the best.
     """
     for root in also:
         if not root.is_dir():
             raise NotACheckpointError("no such directory", file=root, remedy="Give --also a directory that exists.")
-    place = _find_at(path.refreshed(), tag, list(map(list_folder, also)), as_part=as_part)
+    place = _find_at(path.refreshed(), tag, list(map(list_folder, also)), as_part=as_part, best=best)
     if as_part and not place.listing.part:
         note = f"{path!r} is not a part of a save, as far as names say: --as-part takes it as it is."
         return replace(place, notes=(*place.notes, note))
     return place
 
 
-def _find_at(path: Location, tag: str | None, also: Sequence[Folder], *, as_part: bool) -> Place:
+def _find_at(path: Location, tag: str | None, also: Sequence[Folder], *, as_part: bool, best: bool = False) -> Place:
     """As `find`, for directories laid over it that are listed."""
     for family in layouts.FAMILIES:
         if (above := family.above_ranks(path)) is not None:
             path = above
             break
-    if path.is_file():
-        name, folder = path.name, list_folder(path.parent)
-        layouts.admit(folder.names)
-        if name == UNIVERSAL_POINTER:
-            tag = tag or read_pointer(path)
-        elif name not in (*POINTERS, *POINTERS_OF_STEPS):
-            from zckpt.layouts.files import save_of_file
-
-            found = save_of_file(folder, name, also, as_part=as_part)
-            if found is not None:
-                return found if isinstance(found, Place) else _find_at(found, None, (), as_part=False)
-    elif path.is_dir():
-        folder = list_folder(path)
-    else:
+    if path.is_dir():
+        return _find_whole(Look(list_folder(path), tag, also, as_part, best))
+    if not path.is_file():
         raise missing_error(path)
-    tag = None if trainers.FOLDER.fullmatch(folder.name) and tag == folder.name else tag
-    return _find_whole(Look(folder, tag, also, as_part))
+    from zckpt.layouts.files import QUESTIONS as OF_FILES
+
+    look = Look(list_folder(path.parent), tag, also, as_part, best, path.name)
+    layouts.admit(look.names)
+    answers = (question(look) for question in OF_FILES)
+    answer = next(one for one in answers if one is not None)
+    if isinstance(answer, Place):
+        return answer
+    return _find_whole(answer) if isinstance(answer, Look) else _find_at(answer, None, (), as_part=False)
 
 
 def _find_whole(look: Look) -> Place:
     """The save in a directory, with the other parts of it if the directory is one part."""
+    if trainers.FOLDER.fullmatch(look.folder.name) and look.tag == look.folder.name:
+        look = look._replace(tag=None)
     place = _find_in_directory(look)
     if place.listing.part or any(family.tagged and family.is_save(place.listing.files) for family in layouts.FAMILIES):
         return place
@@ -106,7 +110,7 @@ def _find_whole(look: Look) -> Place:
 
 def _enter(look: Look, entry: NextEntry) -> Place:
     """The save in an entry of a directory."""
-    inner, over = look.folder.inside(entry.name), laid_over(look, entry.name)
+    inner, over = entry.folder or look.folder.inside(entry.name), laid_over(look, entry.name)
     if inner is None:
         place = _find_at(look.path / entry.name, entry.tag, over, as_part=look.as_part)
     else:
@@ -149,31 +153,6 @@ def _clash_of(folders: Sequence[Folder]) -> str:
     return ""
 
 
-def _find_in_directory(look: Look) -> Place:
-    """The save in a directory, or the only save below it."""
-    layouts.admit(look.names)
-    for question in (*QUESTIONS, _as_weights):
-        if (answer := question(look)) is not None:
-            if isinstance(answer, Place):
-                return answer
-            return _enter(look, answer) if isinstance(answer, NextEntry) else _join_parts(answer, look)
-    from zckpt.layouts.save.series import meaning_of
-
-    if foreign := foreign_format(look.names):
-        raise foreign_error(look.path, foreign)
-    below = look_below(look.folder)
-    if below.saves and meaning_of(names := _names_that_differ(look, below.saves)) == "moment":
-        newest = [save for save, name in zip(below.saves, names, strict=True) if name == names[-1]]
-        below = below._replace(saves=newest)
-    if len(below.saves) == 1:
-        found = below.saves[0].path
-        place = _find_whole(Look(below.saves[0], look.tag, look.also, look.as_part))
-        return replace(place, notes=(f"{look.path!r} holds no save itself: {found!r} is taken.", *place.notes))
-    if below.foreign and not below.saves:
-        raise foreign_error(below.foreign[0][0].path, below.foreign[0][1])
-    raise _no_save_error(look, [save.path for save in below.saves])
-
-
 def _as_weights(look: Look) -> Place | None:
     """The weights in a directory that is nothing else."""
     from zckpt.layouts.files import weights_in
@@ -181,23 +160,11 @@ def _as_weights(look: Look) -> Place | None:
     return weights_in(look)
 
 
-def _names_that_differ(look: Look, saves: Sequence[Folder]) -> list[str]:
-    """Of directories further below, the first names on the way to them that are not all the same."""
-    paths = [save.path.relative_to(look.path).replace("\\", "/").split("/") for save in saves]
-    return next((list(names) for names in zip(*paths, strict=False) if len({*names}) > 1), [path[0] for path in paths])
-
-
-def _no_save_error(look: Look, below: Sequence[Location]) -> NotACheckpointError:
-    is_deepspeeds = "zero_to_fp32.py" in look.names or any(name.startswith("global_step") for name in look.names)
-    found = count(len(look.names), "entry", "entries") + (f" such as {examples(look.names)}" if look.names else "")
-    found = found if look.names else "an empty directory"
-    if unfinished := [name for name in (look.folder.name, *look.names) if trainers.UNFINISHED in name]:
-        found = f"a save that was not finished, {examples(unfinished, 1)}"
-    return NotACheckpointError(
-        "holds no checkpoint" + (" itself" if below else ""), file=look.path,
-        found=f"{count(len(below), 'save')} further below" if below else found,
-        expected="'latest', a tag directory with *_states.pt or *.distcp files, checkpoint-N folders, or weights files",
-        remedy=f"Give one of the directories that hold saves: {examples(below, 6)}." if below
-        else "Put files that were moved out of their global_step* directory back into it." if is_deepspeeds
-        else "Give the directory that holds the save, or the file with the weights.",
-    )  # fmt: skip
+def _find_in_directory(look: Look) -> Place:
+    """The save in a directory, or the only save below it."""
+    layouts.admit(look.names)
+    answers = (question(look) for question in (*QUESTIONS, _as_weights, as_below))
+    answer = next(one for one in answers if one is not None)
+    if isinstance(answer, Place):
+        return answer
+    return _enter(look, answer) if isinstance(answer, NextEntry) else _join_parts(answer, look)

@@ -17,10 +17,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from zckpt.base.errors import IncompleteError, UsageError, ZckptError
+from zckpt.base.errors import ZckptError
 from zckpt.base.patterns import compile_late
-from zckpt.base.words import examples
-from zckpt.layouts.save.folder import Folder, list_folder
+from zckpt.layouts.save.folder import Folder
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
@@ -116,47 +115,25 @@ def _number(pattern: re.Pattern[str], name: str) -> int:
     return -1 if match is None else int(match["number"] or 0)
 
 
-_STATE = "trainer_state.json"
+STATE = "trainer_state.json"
 _MOST_BYTES = 64 << 20
-
-
-def find_best(path: Location) -> Location:
-    """The folder of the best save of a run. `path`: the run's output directory. Raises UsageError if nothing there says
-    which save is the best, IncompleteError if the best one is not there any more, ZckptError if the run's record cannot
-    be read.
-    """
-    folder = list_folder(path) if path.is_dir() else None
-    name = None if folder is None else _best_in(folder)
-    if folder is None or name is None:
-        raise UsageError(
-            "says of no save that it is the best", file=path,
-            expected=f"best_model_checkpoint in the {_STATE} of a checkpoint-N folder, as load_best_model_at_end leaves it",
-            remedy="Leave --best out, or give the folder that you want.",
-        )  # fmt: skip
-    if name not in folder.names:
-        raise IncompleteError(
-            f"does not hold the best save, {name!r}", file=path,
-            found=examples(folder.directories(FOLDER)) or "no checkpoint-N folder",
-            remedy="Copy that folder here, or leave --best out.",
-        )  # fmt: skip
-    return path / name
 
 
 def name_best(folder: Folder) -> str | None:
     """The name of the best save's folder, for a note; None where nothing says it, or what says it cannot be read."""
     try:
-        return _best_in(folder)
+        return best_in(folder)
     except ZckptError:
         return None
 
 
-def _best_in(folder: Folder) -> str | None:
+def best_in(folder: Folder) -> str | None:
     """The name of the best save's folder, by the run's newest record; None where there is no record, or none that says it."""
     inner = (folder.inside(name) for name in reversed(folder.directories(FOLDER)))
-    home = next((home for home in (folder, *inner) if home is not None and home.has_file(_STATE)), None)
+    home = next((home for home in (folder, *inner) if home is not None and home.has_file(STATE)), None)
     if home is None:
         return None
-    said = read_json(home.path / _STATE, _MOST_BYTES, "a trainer's state")
+    said = read_json(home.path / STATE, _MOST_BYTES, "a trainer's state")
     best = said.get("best_model_checkpoint") if isinstance(said, dict) else None
     name = re.split(r"[/\\]", best.rstrip("/\\"))[-1] if isinstance(best, str) else ""
     return name if FOLDER.fullmatch(name) else None
