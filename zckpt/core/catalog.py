@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, Protocol, get_args
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, IncompleteError, InconsistentError
 from zckpt.core.claims import ByteSpan, Claim, Claims
-from zckpt.core.dtypes import DType
+from zckpt.core.dtypes import F32, DType
 from zckpt.core.evidence import Evidence
 from zckpt.core.fragments import Fragment
 from zckpt.core.overlaps import first_gap
@@ -392,6 +392,15 @@ _BATCH = 1 << 12
 def alike(tensors: Mapping[str, TensorEntry]) -> Iterable[tuple[TensorEntry, int]]:
     """Tensors by what they have in common, shape, dtype and role: one of them, and how many there are."""
     return tensors.alike() if isinstance(tensors, TensorColumns) else ((entry, 1) for entry in tensors.values())
+
+
+def usual_dtype(tensors: Mapping[str, TensorEntry]) -> DType:
+    """The dtype that most floating elements have, fp32 where there are none; those of one byte are of a quantisation."""
+    numels: Counter[DType] = Counter()
+    for entry, number in alike(tensors):
+        if entry.dtype.kind == "float" and entry.dtype.itemsize > 1:
+            numels[entry.dtype] += entry.numel * number
+    return numels.most_common(1)[0][0] if numels else F32
 
 
 def named_forms(tensors: Mapping[str, TensorEntry]) -> Iterable[tuple[str, TensorEntry | TensorForm]]:

@@ -7,7 +7,7 @@ was left out, and has a fate that says why. A source without one is an error of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from zckpt.base.errors import InconsistentError
@@ -133,6 +133,23 @@ def _is_read(entry: TensorEntry, name: str, made: Mapping[str, TensorEntry], cla
         if fragment.numel
     ]
     return sum(1 for _ in claims.unused(firsts)) < len(firsts)
+
+
+def close(source: Catalog, made: Mapping[str, TensorEntry], fate_of: Callable[[str], Fate | None]) -> tuple[Fate, ...]:
+    """The fates of the tensors that an output reads nothing of.
+
+    Args:
+        source: a catalog.
+        made: the tensors of the output, as for `names_unread`.
+        fate_of: why a tensor is not in the output, by its name; None where nothing says it.
+
+    Raises:
+        InconsistentError: of some tensors nothing says it; nothing was written.
+    """
+    unread = names_unread(source, made)
+    fates = tuple(fate for name in unread if (fate := fate_of(name)) is not None)
+    check_closed(source, unread, fates)
+    return fates
 
 
 def check_closed(source: Catalog, unread: Iterable[str], fates: Sequence[Fate]) -> None:

@@ -18,7 +18,7 @@ from zckpt.base.errors import InconsistentError, UsageError
 from zckpt.base.progress import Progress, watch_progress
 from zckpt.base.version import __version__
 from zckpt.base.words import count, examples
-from zckpt.core.catalog import TensorEntry
+from zckpt.core.catalog import TensorEntry, usual_dtype
 from zckpt.core.dtypes import SHORT_NAMES, DType
 from zckpt.core.plan import Plan, WrittenFile
 from zckpt.deltas.decode import difference
@@ -28,7 +28,6 @@ from zckpt.deltas.read import DeltaDirectory, read_delta
 from zckpt.engine.checksums import Partial, crc32, seal
 from zckpt.engine.output_files import create
 from zckpt.jobs.casting import to_dtype
-from zckpt.jobs.convert import usual_dtype
 from zckpt.jobs.declarations import APPLY, Asked
 from zckpt.jobs.opened import WorkingModel
 from zckpt.jobs.options import ApplyOptions

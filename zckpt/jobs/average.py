@@ -21,7 +21,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples
-from zckpt.core.catalog import Catalog, TensorEntry, replace_name
+from zckpt.core.catalog import Catalog, TensorEntry, replace_name, usual_dtype
 from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType, is_lossless
 from zckpt.core.evidence import weakest
 from zckpt.core.folds import Sparsity
@@ -30,7 +30,7 @@ from zckpt.core.task_vectors import SparseSum
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.jobs.casting import to_dtype
-from zckpt.jobs.convert import PlannedConversion, usual_dtype
+from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.convert import prepare as prepare_conversion
 from zckpt.jobs.declarations import AVERAGE, Asked
 from zckpt.jobs.open import Opened, open_asked, strip_wrappers

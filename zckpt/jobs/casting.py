@@ -5,10 +5,8 @@ For every job that writes tensors, and for what says beforehand what it would wr
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from zckpt.base.errors import UsageError
-from zckpt.base.words import examples, matches
+from zckpt.base.words import matches
 from zckpt.core.catalog import TensorEntry, TensorForm
 from zckpt.core.dtypes import BF16, BY_TORCH_NAME, CAST_TARGETS, F16, F32, SHORT_NAMES, DType
 from zckpt.core.recipes import DerivedStore
@@ -61,13 +59,3 @@ def dtype_of(entry: TensorEntry, casting: Casting, *, is_merged: bool = False) -
     if casting.keep_dtype and matches(entry.name, casting.keep_dtype):
         return kept or entry.dtype
     return output_dtype(entry, casting.dtype or kept)
-
-
-def check_kept(names: Collection[str], casting: Casting) -> None:
-    """Makes sure that every glob of `keep_dtype` matches a name. Raises UsageError if one does not."""
-    for glob in casting.keep_dtype:
-        if not any(matches(name, [glob]) for name in names):
-            raise UsageError(
-                f"--keep-dtype {glob!r} matches no tensor", found=f"names such as {examples(names)}",
-                expected="a pattern that matches a name in the output", remedy="Correct --keep-dtype, or leave it out.",
-            )  # fmt: skip

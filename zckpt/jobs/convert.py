@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,17 +11,17 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples
-from zckpt.core.catalog import Catalog, TensorColumns, TensorEntry, alike
-from zckpt.core.dtypes import F32, DType
+from zckpt.core.catalog import Catalog, TensorColumns, usual_dtype
+from zckpt.core.dtypes import DType
 from zckpt.core.plan import Plan, pairs_of
 from zckpt.engine import replicas
-from zckpt.jobs.casting import check_kept, dtype_of, output_dtype, to_dtype
+from zckpt.jobs.casting import dtype_of, output_dtype, to_dtype
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.open import Opened, open_model
 from zckpt.jobs.opened import WorkingModel, working_model
 from zckpt.jobs.planned import Planned, Report, carry_out, find_left_out, protected_places
 from zckpt.jobs.steps import record_of, steps_of
-from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out, lay_out_columns
+from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, is_for_columns, lay_out, lay_out_columns
 from zckpt.layouts.save.companions import config_file
 from zckpt.output.names import FILES
 from zckpt.output.order import Order
@@ -195,15 +194,14 @@ def _lay_out(
 ) -> tuple[LaidOutFiles, dict[str, object], tuple[str, ...]]:
     """The files with a place for each tensor, what the manifest says of the model, and sentences for the user."""
     tensors = model.catalog.tensors
-    is_usual = asked.casting.like is None and not asked.casting.keep_dtype and not model.is_merged
-    if isinstance(tensors, TensorColumns) and is_usual and not model.catalog.aliases:
-        dtypes = [output_dtype(form, asked.casting.dtype) for form in tensors.forms]
-        if (laid := lay_out_columns(tensors, dtypes, target)) is not None:
-            return laid, {name: model.recorded[name] for name in ("form", "base") if name in model.recorded}, ()
-    check_kept(tensors, asked.casting)
-    wanted = {name: dtype_of(entry, asked.casting, is_merged=model.is_merged) for name, entry in tensors.items()}
     recorded = {name: model.recorded[name] for name in ("form", "base") if name in model.recorded}
     notes: tuple[str, ...] = ()
+    is_usual = asked.casting.like is None and not asked.casting.keep_dtype and not model.is_merged
+    if is_usual and isinstance(tensors, TensorColumns) and not model.catalog.aliases:
+        dtypes = [output_dtype(form, asked.casting.dtype) for form in tensors.forms]
+        if is_for_columns(tensors, dtypes, target):
+            return lay_out_columns(tensors, dtypes, target), recorded, notes
+    wanted = {name: dtype_of(entry, asked.casting, is_merged=model.is_merged) for name, entry in tensors.items()}
     if asked.casting.like is not None:
         from zckpt.jobs.like_base import read_like
 
@@ -257,12 +255,3 @@ def _target(out: Location, asked: Asked[object]) -> tuple[WeightsTarget, bool]:
             )  # fmt: skip
         return WeightsTarget(FILES[suffix], file=out.resolved().name), True
     return WeightsTarget(wanted or "safetensors", max_shard_size=asked.sharding.max_shard_size), False
-
-
-def usual_dtype(tensors: Mapping[str, TensorEntry]) -> DType:
-    """The dtype that most floating elements have; those of one byte are of a quantisation."""
-    numels: Counter[DType] = Counter()
-    for entry, number in alike(tensors):
-        if entry.dtype.kind == "float" and entry.dtype.itemsize > 1:
-            numels[entry.dtype] += entry.numel * number
-    return numels.most_common(1)[0][0] if numels else F32

@@ -13,9 +13,10 @@ are not hashed: what became of them is in the output, and its bytes are signed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from zckpt.base.words import count, duration, matches, rate, shorten_text, size
 from zckpt.containers import is_torch_zip
 from zckpt.containers.torch_zip import pickle_of
 from zckpt.core.catalog import Catalog, TensorEntry
-from zckpt.core.ledger import Fate, TrainedTensor, check_closed, names_unread
+from zckpt.core.ledger import Fate, TrainedTensor, close, names_unread
 from zckpt.core.plan import Plan
 from zckpt.engine import replicas
 from zckpt.jobs.groups import Selecting
@@ -248,24 +249,16 @@ def find_left_out(
     Raises:
         InconsistentError: a tensor would be lost that no option and no rule leaves out.
     """
-    unread = names_unread(source, written)
-    if not unread:
-        return ()
-    lost = set[str]() if selectable is None else set(names_unread(source, selectable))
-    fates = tuple(_fates(source, unread, selecting, lost, rules or {}))
-    check_closed(source, unread, fates)
-    return fates
+    by_rule = rules or {}
+    cut_before = functools.cache(lambda: {*names_unread(source, selectable)} if selectable is not None else set[str]())
 
+    def fate_of(name: str) -> Fate | None:
+        if name in by_rule:
+            return Fate(name, "rule", by_rule[name])
+        if selecting.exclude_frozen and source.tensors[name].role == "frozen":
+            return Fate(name, "option", "--exclude-frozen")
+        if matches(name, selecting.exclude) or (selecting.exclude and name not in cut_before()):
+            return Fate(name, "option", "--exclude")
+        return Fate(name, "option", "--include") if selecting.include and name not in cut_before() else None
 
-def _fates(
-    source: Catalog, unread: Sequence[str], selecting: Selecting, lost: set[str], rules: Mapping[str, str]
-) -> Iterator[Fate]:
-    for name in unread:
-        if name in rules:
-            yield Fate(name, "rule", rules[name])
-        elif selecting.exclude_frozen and source.tensors[name].role == "frozen":
-            yield Fate(name, "option", "--exclude-frozen")
-        elif matches(name, selecting.exclude) or (name not in lost and selecting.exclude):
-            yield Fate(name, "option", "--exclude")
-        elif name not in lost and selecting.include:
-            yield Fate(name, "option", "--include")
+    return close(source, written, fate_of)

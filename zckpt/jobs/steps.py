@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from zckpt.base.errors import UsageError
-from zckpt.base.words import examples
+from zckpt.base.words import examples, matches
 from zckpt.core.ledger import names_unread
 from zckpt.jobs.declarations import CONVERT, Asked
-from zckpt.jobs.groups import Form, LoraMerge, Merging, Naming, Selecting, know_family
+from zckpt.jobs.groups import Casting, Form, LoraMerge, Merging, Naming, Selecting, know_family
 from zckpt.jobs.open import Opened, strip_wrappers
 from zckpt.jobs.opened import WorkingModel, dequantise, opened_as_stored, with_form
 from zckpt.jobs.selection import check_wanted, is_wanted, resolve_selection, select
@@ -45,6 +45,8 @@ def steps_of(asked: Asked[object], *, to_directory: bool, is_read: bool = False)
     exclude = tuple(asked.selecting.exclude)
     steps.append(partial(reform, form=asked.naming.form, to_directory=to_directory, exclude=exclude))
     steps.append(partial(select_wanted, selecting=asked.selecting, naming=asked.naming))
+    if asked.casting.keep_dtype:
+        steps.append(partial(check_kept, casting=asked.casting))
     steps.append(partial(check_numbers, asked=asked))
     return (*steps, partial(add_companions, asked=asked)) if to_directory else tuple(steps)
 
@@ -191,6 +193,17 @@ def check_numbers(model: WorkingModel, asked: Asked[object]) -> WorkingModel:
     """Refuses a model with packed numbers that zckpt does not read, unless they are copied as they are."""
     if not is_copy(model.opened, asked):
         model.opened.check_read(model.catalog.tensors.values())
+    return model
+
+
+def check_kept(model: WorkingModel, casting: Casting) -> WorkingModel:
+    """Makes sure that every glob of `keep_dtype` matches a name. Raises UsageError if one does not."""
+    for glob in casting.keep_dtype:
+        if not any(matches(name, [glob]) for name in model.catalog.tensors):
+            raise UsageError(
+                f"--keep-dtype {glob!r} matches no tensor", found=f"names such as {examples(model.catalog.tensors)}",
+                expected="a pattern that matches a name in the output", remedy="Correct --keep-dtype, or leave it out.",
+            )  # fmt: skip
     return model
 
 

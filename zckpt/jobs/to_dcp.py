@@ -16,11 +16,11 @@ from zckpt import layouts
 from zckpt.base.errors import OTHER_SAVE, InconsistentError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.containers import TensorRef
-from zckpt.core.catalog import Catalog
+from zckpt.core.catalog import Catalog, usual_dtype
 from zckpt.core.dtypes import F32, DType
 from zckpt.core.plan import Plan
 from zckpt.jobs.casting import output_dtype, to_dtype
-from zckpt.jobs.convert import PlannedConversion, order_for, usual_dtype
+from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_DCP, Asked
 from zckpt.jobs.groups import Form, Naming
 from zckpt.jobs.open import Opened, open_asked, strip_wrappers

@@ -22,10 +22,10 @@ from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError, U
 from zckpt.base.progress import Progress
 from zckpt.base.words import examples, join_words
 from zckpt.containers import TensorRef
-from zckpt.core.catalog import Catalog
+from zckpt.core.catalog import Catalog, usual_dtype
 from zckpt.core.dtypes import DType
 from zckpt.jobs.casting import output_dtype, to_dtype
-from zckpt.jobs.convert import PlannedConversion, order_for, usual_dtype
+from zckpt.jobs.convert import PlannedConversion, order_for
 from zckpt.jobs.declarations import TO_MCORE, Asked
 from zckpt.jobs.open import open_asked, strip_wrappers
 from zckpt.jobs.options import Options

@@ -20,7 +20,7 @@ from zckpt.base.sizes import file_bytes, to_bytes
 from zckpt.base.words import examples
 from zckpt.containers import safetensors_file, torch_zip
 from zckpt.containers.safetensors_file import Order
-from zckpt.containers.skeleton import TensorSpec
+from zckpt.containers.skeleton import Skeleton, TensorSpec
 from zckpt.core.catalog import Role, TensorColumns, TensorEntry
 from zckpt.core.dtypes import IN_SAFETENSORS, DType
 from zckpt.core.fragments import Fragment
@@ -102,13 +102,8 @@ def lay_out(
         here = set(names)
         tied = {dropped: kept for dropped, kept in aliases.items() if kept in here}
         chosen = [specs[name] for name in names]
-        if target.format == "safetensors":
-            skeleton = safetensors_file.skeleton(
-                chosen, metadata={"format": target.framework}, aliases=tied, order=target.order
-            )
-        else:
-            skeleton = torch_zip.skeleton(chosen, aliases=tied)
-            weight_map.update(dict.fromkeys(tied, shard))
+        skeleton = _SKELETONS[target.format](chosen, tied, target)
+        weight_map.update(dict.fromkeys(tied, shard) if target.format == "bin" else ())
         weight_map.update(dict.fromkeys(names, shard) if has_index else ())
         store = FileStore(shard, skeleton.size)
         files.append((OutputFile(shard, skeleton.size, skeleton.literals, skeleton.checksums), store))
@@ -125,6 +120,19 @@ def lay_out(
         text.writelines(_index(metadata, ((name, weight_map[name]) for name in sorted(weight_map))))
         files.append(literal_file(_name_index(target.pattern), text.getvalue()))
     return LaidOutFiles(tuple(files), entries)
+
+
+def _in_safetensors(specs: Sequence[TensorSpec], tied: Mapping[str, str], target: WeightsTarget) -> Skeleton:
+    metadata = {"format": target.framework}
+    return safetensors_file.skeleton(specs, metadata=metadata, aliases=tied, order=target.order)
+
+
+def _in_torch_zip(specs: Sequence[TensorSpec], tied: Mapping[str, str], target: WeightsTarget) -> Skeleton:
+    return torch_zip.skeleton(specs, aliases=tied)
+
+
+_SKELETONS = {"safetensors": _in_safetensors, "bin": _in_torch_zip}
+"""Format -> everything of a file but its elements; `tied`: dropped name -> kept name, of those in the file."""
 
 
 def _assign_shards(specs: Iterable[TensorSpec], target: WeightsTarget) -> dict[str, list[str]]:
@@ -147,25 +155,29 @@ def _assign_shards(specs: Iterable[TensorSpec], target: WeightsTarget) -> dict[s
     return {target.pattern.format(suffix=suffix): names for suffix, names in zip(named, shards, strict=True)}
 
 
-def lay_out_columns(tensors: TensorColumns, dtypes: Sequence[DType], target: WeightsTarget) -> LaidOutFiles | None:
-    """As `lay_out`, of a million small tensors, which nobody ties. None where they are laid out one by one.
+def is_for_columns(tensors: TensorColumns, dtypes: Sequence[DType], target: WeightsTarget) -> bool:
+    """Whether `lay_out_columns` lays these out: tensors of one width, in several files of safetensors; arguments as there."""
+    is_usual = target.format == "safetensors" and target.order == "wide first" and not target.file
+    is_held = len({one.itemsize for one in dtypes}) == 1 and all(one.name in IN_SAFETENSORS for one in dtypes)
+    if not is_usual or target.shards is not None or not is_held or "__metadata__" in tensors:
+        return False
+    return max(_nbytes_of(tensors, dtypes)) <= to_bytes(target.max_shard_size)
+
+
+def _nbytes_of(tensors: TensorColumns, dtypes: Sequence[DType]) -> list[int]:
+    """The bytes of a tensor of each form."""
+    return [math.prod(form.shape) * dtype.itemsize for form, dtype in zip(tensors.forms, dtypes, strict=True)]
+
+
+def lay_out_columns(tensors: TensorColumns, dtypes: Sequence[DType], target: WeightsTarget) -> LaidOutFiles:
+    """As `lay_out`, of a million small tensors, which nobody ties.
 
     Args:
         tensors: in the order in which they are written.
         dtypes: their new ones, one for each form.
-        target: the form of the output.
+        target: the form of the output; one for which `is_for_columns`.
     """
-    most = to_bytes(target.max_shard_size)
-    nbytes = [math.prod(form.shape) * dtype.itemsize for form, dtype in zip(tensors.forms, dtypes, strict=True)]
-    is_usual = target.format == "safetensors" and target.order == "wide first" and target.shards is None
-    if (
-        not is_usual
-        or len({one.itemsize for one in dtypes}) > 1
-        or any(one.name not in IN_SAFETENSORS for one in dtypes)
-    ):
-        return None
-    if target.file or max(nbytes) > most or "__metadata__" in tensors:
-        return None
+    most, nbytes = to_bytes(target.max_shard_size), _nbytes_of(tensors, dtypes)
     stops: list[int] = []
     filled = 0
     for number, form in enumerate(tensors.form):
