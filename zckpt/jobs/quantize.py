@@ -26,12 +26,12 @@ from zckpt.jobs.convert import prepare as prepare_copy
 from zckpt.jobs.declarations import QUANTIZE, TO_FP8, Asked
 from zckpt.jobs.groups import Casting
 from zckpt.jobs.open import Opened, open_catalog
-from zckpt.jobs.opened import WorkingModel, dequantise
+from zckpt.jobs.opened import WorkingModel, dequantise, working_model
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Fp8, Quantize
 from zckpt.jobs.planned import Report, carry_out, find_left_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
-from zckpt.jobs.steps import open_model, reform
+from zckpt.jobs.steps import reform, unwrap
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file
 from zckpt.naming.linear import LinearLayers, layers_of
@@ -220,12 +220,12 @@ def quantize(
 
 def open_model_for(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Any], why: str
-) -> tuple[Opened, WorkingModel, WorkingModel]:
+) -> tuple[Opened, WorkingModel]:
     """Opens a checkpoint for a job that writes a directory with a config; `why` says what is wrong if there is none.
 
     Returns:
-        The checkpoint as it is stored; the model as it is there, in the numbers that quantised tensors stand for; and what was
-        chosen of it, under the names that were asked for and with its config.
+        The checkpoint as it is stored; and what was chosen of the model, in the numbers that quantised tensors stand for, under
+        the names that were asked for and with its config.
     """
     source, place = locate(checkpoint), locate(out)
     if is_page(place.path) or place.name.endswith((".safetensors", ".bin", ".pt")):
@@ -241,7 +241,7 @@ def open_model_for(
     check_output(
         place, single=False, overwrite=asked.publishing.overwrite, protected=inputs, merge=asked.publishing.merge
     )
-    bare = open_model(opened)
+    bare = unwrap(working_model(opened))
     check_wanted(opened, bare.catalog, asked.selecting)
     formed = reform(bare, asked.naming.form, to_directory=True, exclude=tuple(asked.selecting.exclude))
     catalog = select(formed.catalog, asked.selecting, asked.naming)
@@ -253,14 +253,14 @@ def open_model_for(
             found="no config.json", expected="the model's config.json beside the checkpoint",
             remedy="Copy the model's config.json there, or pass --to hf if zckpt can make one.",
         )  # fmt: skip
-    return stored, bare, replace(formed, catalog=catalog, config=config, selectable=formed.catalog.tensors)
+    return stored, replace(formed, catalog=catalog, config=config, selectable=formed.catalog.tensors)
 
 
 def prepare(
     checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Fp8 | Quantize]
 ) -> PlannedFp8:
     """Plans a quantisation; arguments as for `to_fp8`. Writes nothing."""
-    stored, bare, model = open_model_for(
+    stored, model = open_model_for(
         checkpoint, out, asked, "there is no config.json, which must say that the weights are quantised"
     )
     if (copied := _as_stored(checkpoint, out, asked, stored, model)) is not None:
@@ -295,7 +295,7 @@ def prepare(
         {**model.recorded, RECORDED: {key: value for key, value in recorded.items() if value}},
     )  # fmt: skip
     fates = find_left_out(
-        bare.catalog, weights.catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up
+        model.source, weights.catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up
     )
     order = replace(order, left_out=fates)
     notes = (*model.notes, *weights.notes, *left_out)

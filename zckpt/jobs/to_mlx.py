@@ -82,7 +82,7 @@ def to_mlx(
 
 def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], asked: Asked[Mlx]) -> PlannedConversion:
     """Plans the output and checks the arguments, which are those of `to_mlx`; writes nothing."""
-    _, bare, model = open_model_for(checkpoint, out, asked, "there is no config.json, without which MLX loads no model")
+    _, model = open_model_for(checkpoint, out, asked, "there is no config.json, without which MLX loads no model")
     opened, catalog, config = model.opened, model.catalog, model.config or {}
     dtype = asked.casting.dtype or dtype_said(config)
     asked = replace(asked, casting=replace(asked.casting, dtype=dtype))
@@ -107,7 +107,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     recorded = {**model.recorded, RECORDED: {"bits": bits, "group_size": group}}
     order = order_for(asked, Plan(files, pairs), locate(out), made, copies, recorded)
     rules = {**model.given_up, **found.dropped}
-    fates = find_left_out(bare.catalog, made.tensors, asked.selecting, selectable=model.selectable, rules=rules)
+    fates = find_left_out(model.source, made.tensors, asked.selecting, selectable=model.selectable, rules=rules)
     notes = (*model.notes, *left_out)
     if bits is not None and stays:
         them = count(len(stays), "matrix has", "matrices have")
