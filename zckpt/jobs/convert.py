@@ -17,7 +17,7 @@ from zckpt.core.plan import Plan, pairs_of
 from zckpt.engine import replicas
 from zckpt.jobs.casting import dtype_of, output_dtype, to_dtype
 from zckpt.jobs.declarations import CONVERT, Asked
-from zckpt.jobs.open import Opened, open_model
+from zckpt.jobs.open import Opened, read_model
 from zckpt.jobs.opened import WorkingModel, working_model
 from zckpt.jobs.planned import Planned, Report, carry_out, find_left_out, protected_places
 from zckpt.jobs.steps import record_of, steps_of
@@ -156,7 +156,7 @@ def prepare(
             "OUT cannot be a page of the hub here", file=place, remedy="Use zckpt.push_to_hub(checkpoint, repo_id)."
         )
     target, single = _target(place, asked)
-    model = open_model(source, asked.reading) if opened is None else working_model(opened)
+    model = read_model(source, asked.reading) if opened is None else working_model(opened)
     for step in steps_of(asked, to_directory=not single, is_read=opened is not None):
         model = step(model)
     if place.path:  # else the caller takes the files

@@ -87,7 +87,7 @@ def find_save(path: str | os.PathLike[str], reading: Reading) -> Place:
     return replace(place, named=named, listing=replace(place.listing, options=options))
 
 
-def open_model(path: str | os.PathLike[str], reading: Reading) -> WorkingModel:
+def read_model(path: str | os.PathLike[str], reading: Reading) -> WorkingModel:
     """A save as a model for the steps of a conversion, with tensors and names as its files have them; errors as for
     `open_catalog`.
     """

@@ -26,12 +26,12 @@ from zckpt.jobs.convert import prepare as prepare_copy
 from zckpt.jobs.declarations import QUANTIZE, TO_FP8, Asked
 from zckpt.jobs.groups import Casting
 from zckpt.jobs.open import Opened, open_catalog
-from zckpt.jobs.opened import WorkingModel, dequantise, working_model
+from zckpt.jobs.opened import WorkingModel, dequantise
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Fp8, Quantize
 from zckpt.jobs.planned import Report, carry_out, find_left_out, protected_places
 from zckpt.jobs.selection import check_wanted, select
-from zckpt.jobs.steps import reform, unwrap
+from zckpt.jobs.steps import open_model, reform
 from zckpt.layouts.plain.write import WeightsTarget, lay_out
 from zckpt.layouts.save.companions import config_file
 from zckpt.naming.linear import LinearLayers, layers_of
@@ -241,7 +241,7 @@ def open_model_for(
     check_output(
         place, single=False, overwrite=asked.publishing.overwrite, protected=inputs, merge=asked.publishing.merge
     )
-    bare = unwrap(working_model(opened))
+    bare = open_model(opened)
     check_wanted(opened, bare.catalog, asked.selecting)
     formed = reform(bare, asked.naming.form, to_directory=True, exclude=tuple(asked.selecting.exclude))
     catalog = select(formed.catalog, asked.selecting, asked.naming)

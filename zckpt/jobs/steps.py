@@ -17,7 +17,7 @@ from zckpt.core.ledger import names_unread
 from zckpt.jobs.declarations import CONVERT, Asked
 from zckpt.jobs.groups import Casting, Form, LoraMerge, Merging, Naming, Selecting, know_family
 from zckpt.jobs.open import Opened, strip_wrappers
-from zckpt.jobs.opened import WorkingModel, dequantise, opened_as_stored, with_form
+from zckpt.jobs.opened import WorkingModel, dequantise, opened_as_stored, with_form, working_model
 from zckpt.jobs.selection import check_wanted, is_wanted, resolve_selection, select
 from zckpt.layouts.save.companions import read_config, read_own_config
 
@@ -33,14 +33,16 @@ def steps_of(asked: Asked[object], *, to_directory: bool, is_read: bool = False)
         to_directory: whether the output is one that `from_pretrained` loads.
         is_read: whether the tensors are numbers already, or are to stay as they are stored.
     """
+    lora, base = asked.merging.lora, asked.merging.base
     steps: list[ModelStep] = []
     if not is_read:
         steps.append(partial(take_numbers, keeps_dtypes=asked.casting.dtype is None))
-    steps += [unwrap, partial(take_as_saved, asked=asked, to_directory=to_directory)]
+    steps.append(unwrap)
+    if lora is None:
+        steps.append(partial(take_as_saved, asked=asked, to_directory=to_directory))
     if asked.merging != Merging():
         from zckpt.jobs.merge_steps import complete, merge_given
 
-        lora, base = asked.merging.lora, asked.merging.base
         steps.append(partial(complete, base=base) if lora is None else partial(merge_given, lora=lora))
     exclude = tuple(asked.selecting.exclude)
     steps.append(partial(reform, form=asked.naming.form, to_directory=to_directory, exclude=exclude))
@@ -49,6 +51,11 @@ def steps_of(asked: Asked[object], *, to_directory: bool, is_read: bool = False)
         steps.append(partial(check_kept, casting=asked.casting))
     steps.append(partial(check_numbers, asked=asked))
     return (*steps, partial(add_companions, asked=asked)) if to_directory else tuple(steps)
+
+
+def open_model(opened: Opened) -> WorkingModel:
+    """A checkpoint as a model, without what wrappers put into its names."""
+    return unwrap(working_model(opened))
 
 
 def take_numbers(model: WorkingModel, keeps_dtypes: bool) -> WorkingModel:
