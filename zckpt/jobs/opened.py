@@ -231,7 +231,7 @@ class WorkingModel:
         catalog: its tensors.
         place: where its config is.
         opened: the checkpoint.
-        source: the checkpoint's tensors under the model's own names, of which the ledger is kept.
+        source: the tensors of the checkpoint, as the model names them; the ledger is about these.
         config: what its `config.json` says, where a step says it; None for the one that is there, and in the end for none.
         notes: sentences for the user.
         recorded: facts for the manifest, beside the options themselves.
