@@ -171,7 +171,7 @@ class _Terms(NamedTuple):
 
 
 def _prove_use(catalog: Catalog, listing: Listing, terms: _Terms) -> Catalog:
-    """The catalog, each element of whose master weights is used once."""
+    """The catalog, if each element of the master weights is used once."""
     usage.check(listing, usage.masters_in(listing), catalog.claims)
     catalog.claims.forget()
     return catalog
