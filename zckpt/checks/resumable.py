@@ -17,13 +17,12 @@ from zckpt.base.errors import ZckptError
 from zckpt.base.words import count, examples
 from zckpt.checks.examined import Examined
 from zckpt.checks.second import compare_states
-from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, TensorEntry
 from zckpt.engine.independent import differences
 from zckpt.layouts.joining.slices import as_float
 from zckpt.layouts.run.agreement import disagreements, unlike
 from zckpt.layouts.run.training import ParameterGroup, Training
-from zckpt.layouts.run.values import number_in
+from zckpt.layouts.run.values import single_value
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import read_model_states, root_of, whole
 from zckpt.layouts.save.state_names import WRAPPERS
@@ -194,14 +193,10 @@ def _unlike_group(
     number: int, group: ParameterGroup, scalars: Mapping[str, object], settings: Mapping[str, object], pairs: list[Pair]
 ) -> Iterator[str]:
     where = f"of parameter group {number}"
-    yield from unlike(_numbers(group.scalars), _numbers(scalars), f"a single state {where}", pairs)
+    here, there = ({key: single_value(value) for key, value in held.items()} for held in (group.scalars, scalars))
+    yield from unlike(here, there, f"a single state {where}", pairs)
     own, other = ({key: value for key, value in held.items() if key != "params"} for held in (group.settings, settings))
     yield from unlike(own, other, f"a setting {where}", pairs)
-
-
-def _numbers(values: Mapping[str, object]) -> dict[str, object]:
-    """Single values as numbers, in whatever form and dtype they were saved."""
-    return {n: number_in(v) if isinstance(v, TensorRef) and v.numel == 1 else v for n, v in values.items()}
 
 
 def _compare_scalers(found: Comparison, here: Training, there: Training) -> None:

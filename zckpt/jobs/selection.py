@@ -135,6 +135,18 @@ def check_wanted(opened: Opened, catalog: Catalog, selecting: Selecting) -> None
     opened.check_read(entry for entry in catalog.tensors.values() if is_wanted(entry, selecting))
 
 
+def check_whole(chosen: Catalog, catalog: Catalog) -> None:
+    """Makes sure that weights beside which optimizer states are written are all there, under their own names. Raises
+    UsageError if they are not.
+    """
+    if chosen.tensors.keys() != catalog.tensors.keys():
+        raise UsageError(
+            "the optimizer states would not fit the weights",
+            found="--include, --exclude, --exclude-frozen, --strip-prefix or --rename",
+            remedy="Leave these options out, or leave --optimizer out.",
+        )
+
+
 def common_prefix(names: Collection[str]) -> str:
     """The prefix that wraps all names: known wrappers' prefixes, and further parts that all names begin with.
 

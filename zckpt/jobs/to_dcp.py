@@ -27,12 +27,12 @@ from zckpt.jobs.open import Opened, open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Dcp
 from zckpt.jobs.planned import Report, carry_out, find_left_out, protected_places
-from zckpt.jobs.selection import check_wanted, resolve_selection, select
+from zckpt.jobs.selection import check_wanted, check_whole, resolve_selection, select
 from zckpt.layouts.dcp.metadata import Path
 from zckpt.layouts.dcp.state import join_path
 from zckpt.layouts.dcp.write import DcpWriter
 from zckpt.layouts.run.training import ParameterGroup, Training
-from zckpt.layouts.run.values import number_in
+from zckpt.layouts.run.values import single_value
 from zckpt.layouts.save.companions import config_file, run_files
 from zckpt.layouts.save.module_states import whole
 from zckpt.layouts.save.trainers import FIRST_MODEL, FIRST_OPTIMIZER, complete_settings
@@ -210,12 +210,7 @@ def _add_optimizer(
             found=f"--under {join_path(model_key)}, --optimizer {join_path(key)}",
             remedy="Choose keys side by side, such as --under model --optimizer optim.",
         )
-    if catalog.tensors.keys() != stripped.tensors.keys():
-        raise UsageError(
-            "the optimizer states would not fit the weights",
-            found="--include, --exclude, --exclude-frozen, --strip-prefix or --rename",
-            remedy="Leave these options out, or leave --optimizer out.",
-        )
+    check_whole(catalog, stripped)
     training = layouts.read_training(opened.place.listing, allow_unknown=asked.reading.allow_unknown_layout)
     names = dict(zip(opened.catalog.tensors, stripped.tensors, strict=True))
     for group in training.groups:
@@ -263,7 +258,7 @@ def _add_states(
 
 
 def _number(value: object) -> float:
-    found = number_in(value) if isinstance(value, TensorRef) and value.numel == 1 else value
+    found = single_value(value)
     if not isinstance(found, int | float):
         raise InconsistentError("the step counter is not a number", found=type(found).__name__, remedy=OTHER_SAVE)
     return float(found)

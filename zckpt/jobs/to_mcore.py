@@ -18,10 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from zckpt import layouts
-from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError, UsageError, ZckptError
+from zckpt.base.errors import OTHER_SAVE, InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.progress import Progress
 from zckpt.base.words import examples, join_words
-from zckpt.containers import TensorRef
 from zckpt.core.catalog import Catalog, usual_dtype
 from zckpt.core.dtypes import DType
 from zckpt.jobs.casting import output_dtype, to_dtype
@@ -31,11 +30,11 @@ from zckpt.jobs.open import open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Megatron
 from zckpt.jobs.planned import Report, carry_out, find_left_out, protected_places
-from zckpt.jobs.selection import check_wanted, resolve_selection, select
+from zckpt.jobs.selection import check_wanted, check_whole, resolve_selection, select
 from zckpt.layouts.megatron_core.write import MegatronOptimizer, MegatronTensor, lay_out
 from zckpt.layouts.places import Place
 from zckpt.layouts.run.training import Training
-from zckpt.layouts.run.values import number_in
+from zckpt.layouts.run.values import single_value
 from zckpt.layouts.save.companions import config_file, config_of, read_config
 from zckpt.naming.megatron_arguments import check_computed, megatron_arguments, megatron_notes
 from zckpt.naming.writers import NUMBERED, RenamedModel, SchemeNames, name_for_writer
@@ -136,9 +135,8 @@ def _settings(training: Training) -> tuple[dict[str, object], tuple[str, ...]]:
 
 def _number(value: object) -> float | None:
     """A number, or the one in a tensor."""
-    if isinstance(value, TensorRef) and value.numel == 1:
-        value = number_in(value)
-    return float(value) if isinstance(value, int | float) else None
+    found = single_value(value)
+    return float(found) if isinstance(found, int | float) else None
 
 
 def _step(training: Training, path: str) -> int:
@@ -242,12 +240,7 @@ def prepare(
     more: tuple[str, ...] = ()
     recorded = model.recorded
     if asked.own.optimizer:
-        if chosen.tensors.keys() != stripped.tensors.keys():
-            raise UsageError(
-                "the optimizer states would not fit the weights",
-                found="--include, --exclude, --exclude-frozen, --strip-prefix or --rename",
-                remedy="Leave these options out, or leave --optimizer out.",
-            )
+        check_whole(chosen, stripped)
         known = dict(zip(stripped.tensors, opened.catalog.tensors, strict=True))
         states, more = megatron_states(
             opened.place, chosen, known, model, names, experts_apart=asked.own.expert_parallel > 1,

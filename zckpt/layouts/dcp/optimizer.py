@@ -20,7 +20,7 @@ from dataclasses import replace
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples
-from zckpt.containers import TensorRef, brief
+from zckpt.containers import brief
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import Block
 from zckpt.core.overlaps import reorder_rows
@@ -29,7 +29,7 @@ from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import BytesItem, Path, TensorItem
 from zckpt.layouts.dcp.state import DcpOptimizer, join_path
 from zckpt.layouts.run.training import ParameterGroup
-from zckpt.layouts.run.values import number_in
+from zckpt.layouts.run.values import single_value
 from zckpt.layouts.save.companions import config_near, config_of
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.state_names import WRAPPERS
@@ -323,12 +323,12 @@ class States:
             for state, item in self.singles.get(name, {}).items():
                 value = self.value(item)
                 first = shared.setdefault(state, value)
-                if first is not value and _comparable(first) != _comparable(value):
+                if first is not value and single_value(first) != single_value(value):
                     raise InconsistentError(
                         f"parameters of one group have different values of {state!r}",
                         file=self.items.file,
-                        found=f"{_comparable(value)} of {name!r}",
-                        expected=f"{_comparable(first)}, as the parameters before it",
+                        found=f"{single_value(value)} of {name!r}",
+                        expected=f"{single_value(first)}, as the parameters before it",
                     )
         return shared
 
@@ -383,7 +383,3 @@ def _number(path: Path) -> tuple[int, str] | None:
 
 def _is_single(item: TensorItem, state: str, shape: Shape) -> bool:
     return math.prod(item.size) == 1 and (state == "step" or (not item.shape and bool(shape)))
-
-
-def _comparable(value: object) -> object:
-    return number_in(value) if isinstance(value, TensorRef) and value.numel == 1 else value

@@ -23,7 +23,7 @@ from zckpt.base.words import count, examples
 from zckpt.containers import NumpyArray, Placeholder, TensorRef, brief, list_at
 from zckpt.core.catalog import TensorEntry
 from zckpt.layouts.run.training import ParameterGroup
-from zckpt.layouts.run.values import SCALER, is_vector, number_in, step_of
+from zckpt.layouts.run.values import SCALER, is_vector, single_value, step_of
 from zckpt.layouts.save.listing import EXPERT_OPTIMIZER_NAME, MODEL_NAME, SHARD_NAME, Listing
 from zckpt.layouts.save.module_states import whole
 
@@ -187,11 +187,11 @@ def _read_statement(name: str, rank: str, outer: Mapping[str, object]) -> _Said:
         # Whole vectors step together; of single parameters, one without a gradient is left out.
         step = None if not steps else steps[-1] if not of_zero or len(steps) == 1 else " and ".join(map(str, steps))
         groups[topic] = {**_binding(settings), **({} if step is None else {"step": step})}
-        own[topic] = {k: _plain(v) for k, v in settings.items() if k not in (*BINDING, "params", "step")}
+        own[topic] = {k: single_value(v) for k, v in settings.items() if k not in (*BINDING, "params", "step")}
         for at, state in enumerate(states):
-            single = {k: _plain(v) for k, v in state.items() if k != "step" and not is_vector(v)}
+            single = {k: single_value(v) for k, v in state.items() if k != "step" and not is_vector(v)}
             own[f"{topic}, state {at}"] = single
-    scaler = {k: _plain(outer[k]) for k in (*SCALER, *_OF_SCALE) if k in outer and k != _OF_LAST_STEP}
+    scaler = {k: single_value(outer[k]) for k in (*SCALER, *_OF_SCALE) if k in outer and k != _OF_LAST_STEP}
     return _Said(name, rank, scaler, groups, own)
 
 
@@ -222,12 +222,7 @@ def _steps(places: Sequence[Mapping[str, object]]) -> list[int]:
 
 
 def _binding(settings: Mapping[str, object]) -> dict[str, object]:
-    return {key: _plain(value) for key, value in settings.items() if key in BINDING}
-
-
-def _plain(value: object) -> object:
-    """The value; for a tensor of one element, its number, in whatever form and dtype it was saved."""
-    return number_in(value) if isinstance(value, TensorRef) and value.numel == 1 else value
+    return {key: single_value(value) for key, value in settings.items() if key in BINDING}
 
 
 def unlike(

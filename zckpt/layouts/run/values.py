@@ -81,6 +81,11 @@ def number_in(ref: TensorRef) -> int | float | bytes:
     return number
 
 
+def single_value(value: object) -> object:
+    """The value; for a tensor of one element, its number, in whatever dtype it was saved. Errors as of `number_in`."""
+    return number_in(value) if isinstance(value, TensorRef) and value.numel == 1 else value
+
+
 def keep_alike(kept: dict[str, object], state: str, value: object, owner: str, file: str) -> None:
     """Records a state of one value, such as the step, and checks that all parameters of a group have the same. Raises
     UnsupportedError if `owner` has another one than the parameters before it.
