@@ -137,6 +137,28 @@ def test_a_file_that_names_a_tag_counts_before_directories_of_models(pointer: st
     assert place.listing.directory.name == ("global_step2" if pointer == "file" else "model")
 
 
+@pytest.mark.parametrize("latest", ["link", "directory", "weights"])
+def test_latest_may_be_the_newest_save_itself(latest: str, tmp_path: Path) -> None:
+    """Several trainers keep a link, or a copy, of that name beside the steps."""
+    save = FIXTURES / "dcp" / "alone_w2" / "checkpoint"
+    for name in ("step-100", "step-200"):
+        if latest == "weights":
+            write(tmp_path / name / "model.safetensors")
+        else:
+            shutil.copytree(save, tmp_path / name)
+    if latest == "directory":
+        shutil.copytree(save, tmp_path / "latest")
+    else:
+        (tmp_path / "latest").symlink_to("step-100")
+    place = find(locate(tmp_path))
+    assert place.listing.directory.name == "latest"
+    assert place.notes == (
+        () if latest == "weights" else (f"{str(tmp_path)!r} holds 2 saves: 'latest' is taken. Pass --tag for another.",)
+    )
+    if latest != "weights":
+        assert find(locate(tmp_path), tag="step-200").listing.directory.name == "step-200"
+
+
 @pytest.mark.parametrize("given", ["run", "run/checkpoint-2", "run/checkpoint-2/global_step2", "parts"])
 def test_each_directory_is_listed_once(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = FIXTURES / "zero3" / "bf16_w2" / "checkpoint"

@@ -28,6 +28,7 @@ from zckpt.layouts.search import (
     foreign_save,
     has_saves,
     has_weights,
+    holds_save,
     look_below,
     pointer_in,
     tag_meant,
@@ -169,10 +170,20 @@ def _is_of(look: Look, family: Family) -> bool:
     return not held or any(map(family.owns, (*names, *inner)))
 
 
-def as_pointed(look: Look) -> Place | None:
-    """The directory that holds tags, where a file in it names one: that counts before what entries are called."""
+def as_pointed(look: Look) -> Place | NextEntry | None:
+    """The directory that holds saves, where `latest` in it names the newest one, or is it, as a directory or a link to it: that
+    counts before what entries are called.
+    """
     pointer = pointer_in(look.names)
-    return as_home(look) if look.tag is None and pointer is not None and look.folder.has_file(pointer) else None
+    if look.tag is not None or pointer is None:
+        return None
+    if look.folder.has_file(pointer):
+        return as_home(look)
+    inner = look.folder.inside(pointer)
+    if inner is None or not holds_save(inner):
+        return None
+    tags = tuple(name for name in tags_in(look.folder, look.also) if name != pointer)
+    return NextEntry(pointer, None, tags, _note(look, (pointer, *tags), count(len(tags), "save"), repr(pointer)))
 
 
 def _note(look: Look, among: Sequence[str], what: str, chosen: str) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ For `jobs.open`, and for the trainer. What a save looks like, the families say (
 directory with `latest`; a tag directory itself; a trainer's output directory with `checkpoint-500/` in it; an Accelerate
 `pytorch_model/` or Lightning `*.ckpt/checkpoint/` folder; one rank's file; a save of torch.distributed.checkpoint, a directory
 of such (`step-100/`), or accelerate's with `pytorch_model_fsdp_0/` in it; plain weights, as a file, one shard, an index or a
-directory; or a directory with one save at most four directories below. The file `latest` itself means the tag that it names.
-Whether a path is a part of a save, and what the whole is, says `parts`.
+directory; or a directory with one save at most four directories below. The file `latest` itself means the tag that it names; a
+directory or link of that name is the newest save. Whether a path is a part of a save, and what the whole is, says `parts`.
 Source: DeepSpeed runtime/engine.py `load_checkpoint` (`latest`); transformers trainer_utils.py `get_last_checkpoint`;
 accelerate accelerator.py `save_state`; Lightning strategies/deepspeed.py `save_checkpoint` (tag "checkpoint").
 """
