@@ -213,23 +213,22 @@ class OutputAddress:
             if sent.mark and self.mark(sent.file.path) == sent.mark:
                 return True
             size = self.at(sent.file.path).size()
-            return size == sent.file.nbytes and self.checksum(sent.file.path, size) == sent.file.crc32
+            return size == sent.file.nbytes and self.checksum(sent.file.path) == sent.file.crc32
         except NotACheckpointError:
             return False
 
-    def checksum(self, name: str, nbytes: int) -> int:
-        """The CRC-32 of the first `nbytes` bytes of an existing file, read in pieces."""
-        crc, block = 0, uploads.PART_BYTES
-        for offset in range(0, nbytes, block):
-            crc = zlib.crc32(self.at(name).read(min(block, nbytes - offset), offset), crc)
+    def checksum(self, name: str) -> int:
+        """The CRC-32 of an existing file, read in pieces."""
+        crc = 0
+        for block in self.at(name).blocks():
+            crc = zlib.crc32(block, crc)
         return crc
 
     def sha256(self, name: str) -> str:
         """The SHA-256 of an existing file, read in pieces."""
-        digest, block = sha256(), uploads.PART_BYTES
-        size = self.at(name).size()
-        for offset in range(0, size, block):
-            digest.update(self.at(name).read(min(block, size - offset), offset))
+        digest = sha256()
+        for block in self.at(name).blocks():
+            digest.update(block)
         return digest.hexdigest()
 
     def made_by(self, job: str) -> AddressRecord | None:

@@ -32,8 +32,9 @@ from zckpt.output.address import (
 )
 from zckpt.output.checks import check_kind, exists
 from zckpt.output.contents import WEIGHTS, decide_replacement, listed_in
-from zckpt.output.files import INDEX, FileSource, FileStream
+from zckpt.output.files import INDEX, FileOrder, FileSource, FileStream
 from zckpt.output.manifest import Manifest
+from zckpt.output.order import Order
 from zckpt.output.signature import Signing
 from zckpt.storage import fsspec_io
 from zckpt.storage.location import Location
@@ -72,26 +73,13 @@ class AddressDestination(contextlib.AbstractContextManager["AddressDestination"]
     """One run that sends an output, as `Destination` says.
 
     Args:
-        out: the output's address.
+        order: the output.
         source: its files.
-        single: whether it is one file.
-        overwrite: replace an existing output.
-        merge: put the files among others.
-        signing: with which key the output is signed; None for none.
     """
 
-    def __init__(
-        self,
-        out: Location,
-        source: FileSource,
-        *,
-        single: bool,
-        overwrite: bool = False,
-        merge: bool = False,
-        signing: Signing | None = None,
-    ) -> None:
-        self._place = OutputAddress(out.refreshed(), single=single)
-        self._source, self._overwrite, self._merge, self._signing = source, overwrite, merge, signing
+    def __init__(self, order: Order | FileOrder, source: FileSource) -> None:
+        self._place = OutputAddress(order.out.refreshed(), single=order.single)
+        self._order, self._source, self._signing = order, source, order.signing
         self._head = ""
         self._helpers = {name: f".zckpt-{name}" for name in source.helpers}
         self._left: dict[str, SentToAddress] = {}
@@ -132,7 +120,7 @@ class AddressDestination(contextlib.AbstractContextManager["AddressDestination"]
         self._there = there = place.names() - self._left.keys()
         own = {place.manifest, *([place.signature] if self._signing else [])}
         new = {*source.large, *source.small, *self._helpers.values(), *own}
-        self._old = _files_to_replace(place, there, new, overwrite=self._overwrite, merge=self._merge)
+        self._old = _files_to_replace(place, there, new, overwrite=self._order.overwrite, merge=self._order.merge)
         if blocked := there & set(self._helpers.values()):
             raise OutputError(
                 "files that zckpt did not write are in the way", file=place.out, found=examples(sorted(blocked)),

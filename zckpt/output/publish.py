@@ -161,9 +161,7 @@ def _destination_of(order: Order | FileOrder, source: FileSource) -> Destination
     if order.out.is_remote:
         from zckpt.output.address_destination import AddressDestination
 
-        return AddressDestination(
-            order.out, source, single=order.single, overwrite=order.overwrite, merge=order.merge, signing=order.signing
-        )
+        return AddressDestination(order, source)
     return LocalDestination(
         order.out.path, single=order.single, names=source.names, job=source.job, overwrite=order.overwrite,
         merge=order.merge, signing=order.signing, pace=order.pace, watch=source.watch,
