@@ -75,13 +75,9 @@ class Bringer(AbstractContextManager["Bringer"]):
         if native_run is not None:
             let_go()
 
-    def tools(self) -> _Worker:
-        """The tools of the calling thread, for work outside batches: it reads elements of tensors in order."""
-        return self._worker()
-
     def follow(self, store: DerivedStore, start: int, stop: int) -> tuple[Any, int]:
         """Bytes of computed elements, as `core.recipes.compute_bytes`."""
-        return compute_bytes(store, start, stop, self._worker())
+        return compute_bytes(store, start, stop, self.tools())
 
     def near(self, batch: Batch, fetched: Fetched) -> Batch:
         """The same batch of moves, with its sources at hand."""
@@ -111,17 +107,18 @@ class Bringer(AbstractContextManager["Bringer"]):
 
     def _computed(self, spans: Sequence[ByteSpan], fetched: Fetched) -> Sequence[tuple[Any, int]]:
         if len(spans) < 2 or self._threads < 2:
-            return [self._worker().follow(span, fetched) for span in spans]
+            return [self.tools().follow(span, fetched) for span in spans]
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads)
         found: dict[int, tuple[Any, int]] = {}
         for late in (False, True):
             numbers = [number for number, span in enumerate(spans) if _is_byproduct(span) == late]
-            done = self._pool.map(lambda number: self._worker().follow(spans[number], fetched), numbers)
+            done = self._pool.map(lambda number: self.tools().follow(spans[number], fetched), numbers)
             found |= zip(numbers, done, strict=True)
         return [found[number] for number in range(len(spans))]
 
-    def _worker(self) -> _Worker:
+    def tools(self) -> _Worker:
+        """The tools of the calling thread, also for work outside batches: they read elements of tensors in order."""
         worker: _Worker | None = getattr(self._workers, "own", None)
         if worker is None:
             hands = self._lend if self._threads > 1 else None
@@ -136,7 +133,7 @@ class Bringer(AbstractContextManager["Bringer"]):
             self._hands = self._hands or ThreadPoolExecutor(self._threads - 1)
 
         def do() -> None:
-            worker = self._worker()
+            worker = self.tools()
             worker.hands = None  # who helps gets no help: all would wait for all
             work(worker)
 
