@@ -52,7 +52,7 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 487,
-    "lines": 103_904,
+    "lines": 103_886,
     "lines of the trainer": 15_332,
     "classes": 739,
     "functions named by one participle": 0,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard, overload
 from zckpt.containers import TensorRef
 from zckpt.containers.tensor_ref import MAX_DIMS, is_count
 from zckpt.core.fragments import Box
+from zckpt.storage.identity import stays_inside
 
 if TYPE_CHECKING:
     from zckpt.containers.records import RowKinds
@@ -204,8 +205,7 @@ def is_shape(value: object) -> TypeGuard[Shape]:
 
 def is_inside(path: str) -> bool:
     """Whether a path is that of a file beside the metadata or below them."""
-    parts = path.replace("\\", "/").split("/")  # of an absolute one, the first is empty
-    return "\0" not in path and not any(part in ("", ".", "..") for part in parts)
+    return stays_inside(path.replace("\\", "/"))
 
 
 Finish = Callable[[object], object]

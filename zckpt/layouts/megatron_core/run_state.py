@@ -20,6 +20,7 @@ from zckpt.layouts.dcp.metadata import BytesItem, Metadata
 from zckpt.layouts.megatron_core import COMMON, CONFIG
 from zckpt.layouts.run.values import step_of
 from zckpt.layouts.save.listing import Listing
+from zckpt.storage.identity import stays_inside
 from zckpt.storage.json_files import read_json
 from zckpt.storage.location import Location
 
@@ -149,7 +150,7 @@ def digests(listing: Listing) -> dict[str, str]:
             remedy="Check it with Megatron-Core, or remove the file to verify the save without it.",
         )  # fmt: skip
     for name in files:
-        if any(part in ("", ".", "..") for part in name.replace("\\", "/").split("/")) or "\0" in name:
+        if not stays_inside(name.replace("\\", "/")):
             raise UnsafeError(
                 "names a file elsewhere", file=path, found=brief(name), expected="files of the save",
                 remedy="Do not use this checkpoint unless you know who made it. Nothing was read from there.",

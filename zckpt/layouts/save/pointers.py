@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import codecs
-import os
 
 from zckpt.base.errors import IncompleteError, NotACheckpointError, UnsafeError, ZckptError
+from zckpt.storage.identity import stays_inside
 from zckpt.storage.location import Location
 
 
@@ -32,8 +32,7 @@ def read_pointer(path: Location) -> str:
 
 def check_tag(tag: str, path: Location, origin: str) -> None:
     """Raises UnsafeError for a tag that is not a name of a directory beside `latest`; `origin`: where it is from."""
-    parts = tag.replace("\\", "/").split("/")
-    if os.path.isabs(tag) or "\0" in tag or "\n" in tag or not {"", ".", ".."}.isdisjoint(parts):
+    if "\n" in tag or not stays_inside(tag.replace("\\", "/")):
         raise UnsafeError(
             f"has a tag that points outside it, in {origin}",
             file=path,

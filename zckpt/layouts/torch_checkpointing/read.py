@@ -39,6 +39,7 @@ from zckpt.layouts.save.cut_tensors import CutReader, CutTensor, Placement, Shap
 from zckpt.layouts.save.family import Record
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.torch_checkpointing import ITEM, METADATA, NO_ITEM
+from zckpt.storage.identity import stays_inside
 from zckpt.storage.location import Location
 
 _JSON_BYTES = 1 << 20
@@ -233,8 +234,7 @@ class _Save:
     def _place(self, layout: Mapping[str, Any]) -> tuple[str, str]:
         """The path of a file and its format, after checking that it is in the save's directory."""
         path = layout["file_path"]
-        parts = path.replace("\\", "/").split("/") if type(path) is str else [""]
-        if "\0" in str(path) or any(part in ("", ".", "..") for part in parts):
+        if type(path) is not str or not stays_inside(path.replace("\\", "/")):
             raise file_elsewhere(self.file, path)
         return path, str(layout["serialization_format"]["type"])
 

@@ -23,6 +23,7 @@ from zckpt.layouts.universal import HOME, MASTER
 from zckpt.layouts.universal.read import STATE
 from zckpt.layouts.zero.torch_files import TorchFile, plan_copy
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_model
+from zckpt.storage.identity import stays_inside
 
 
 def lay_out(catalog: Catalog, training: Training, listing: Listing, tag: str) -> Plan:
@@ -86,13 +87,12 @@ _END_TO_END = Joint((), (), words={"cat_dim": 0})
 
 def _directory(name: str, path: str) -> str:
     """A parameter's name as a path; DeepSpeed looks for exactly this path."""
-    parts = name.split("/")
-    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+    if not stays_inside(name):
         raise UnsafeError(
             "the name of a parameter is not a path", file=path, found=f"{name!r:.200}",
             remedy="Use zckpt reshard instead: a universal checkpoint names directories by parameters.",
         )  # fmt: skip
-    if any(len(os.fsencode(part)) > _LONGEST for part in parts):
+    if any(len(os.fsencode(part)) > _LONGEST for part in name.split("/")):
         raise UnsupportedError(
             "the name of a parameter is too long for a directory", file=path, found=f"{name!r:.100}",
             expected=f"at most {_LONGEST} bytes",
