@@ -19,7 +19,9 @@ MODULES = 131
 """Modules of zckpt that `to-bf16` of a small ZeRO-3 save imports; that is the aim."""
 
 FUNCTIONS = 712
-"""Functions of zckpt that it runs, lambdas and comprehensions counted too; a few depend on the turn in which threads come."""
+"""Functions of zckpt that it runs, lambdas and comprehensions counted too, in all threads; a few depend on the turn in which
+threads come. At d43b5bc it ran 784, and the aim was eight hundredths less.
+"""
 
 CODE = """
 import json, os, sys, threading
@@ -52,7 +54,7 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 487,
-    "lines": 103_886,
+    "lines": 103_882,
     "lines of the trainer": 15_332,
     "classes": 739,
     "functions named by one participle": 0,

@@ -13,6 +13,7 @@ from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorColumns, usual_dtype
 from zckpt.core.dtypes import DType
+from zckpt.core.ledger import Fate
 from zckpt.core.plan import Plan, pairs_of
 from zckpt.engine import replicas
 from zckpt.jobs.casting import dtype_of, output_dtype, to_dtype
@@ -169,11 +170,11 @@ def prepare(
     if not single:
         plan = plan.with_files(config_file(model.config, asked.casting.dtype or usual_dtype(destination.entries)))
     order = order_for(asked, plan, place, model.catalog, model.copies or (), recorded, single=single)
-    fates = find_left_out(
+    order = replace(order, left_out=find_left_out(
         model.source, model.catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up
-    )
+    ))  # fmt: skip
     return PlannedConversion(
-        model.opened, replace(order, left_out=fates), (*model.notes, *notes), asked,
+        model.opened, order, (*model.notes, *notes), asked,
         sources=model.sources, beside=model.made_from, trained=model.trained,
     )  # fmt: skip
 
@@ -222,10 +223,13 @@ def order_for(
     catalog: Catalog,
     copies: Iterable[tuple[Location, str]],
     recorded: Mapping[str, object] | None = None,
+    left_out: tuple[Fate, ...] = (),
     *,
     single: bool = False,
 ) -> Order:
-    """The order of a conversion with these options; `recorded` is what the manifest says beyond them."""
+    """The order of a conversion with these options; `recorded` is what the manifest says beyond them, `left_out` as in
+    `find_left_out`.
+    """
     return Order(
         plan=plan,
         out=out,
@@ -240,6 +244,7 @@ def order_for(
         buffer=asked.pacing.buffer,
         pace=asked.pacing.pace,
         signing=asked.signing_key.signing(),
+        left_out=left_out,
     )
 
 

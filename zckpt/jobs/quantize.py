@@ -290,14 +290,13 @@ def prepare(
         "group_size": asked.own.group_size, "carried": list(weights.carried),
         "powers": [name for name, one in weights.quantisers.items() if one.powers is not None],
     }  # fmt: skip
-    order = order_for(
-        asked, Plan(destination.files, pairs), locate(out), weights.catalog, copies,
-        {**model.recorded, RECORDED: {key: value for key, value in recorded.items() if value}},
-    )  # fmt: skip
     fates = find_left_out(
         model.source, weights.catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up
     )
-    order = replace(order, left_out=fates)
+    order = order_for(
+        asked, Plan(destination.files, pairs), locate(out), weights.catalog, copies,
+        {**model.recorded, RECORDED: {key: value for key, value in recorded.items() if value}}, fates,
+    )  # fmt: skip
     notes = (*model.notes, *weights.notes, *left_out)
     of_quantised = replace(catalog, tensors={name: catalog.tensors[name] for name in weights.quantisers}, aliases={})
     return PlannedFp8(

@@ -132,11 +132,10 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     small, left_out = opened.companions()
     copies = [*small, *copies]
     notes += said + left_out
-    order = order_for(asked, plan, place, catalog, copies, form.recorded)
     fates = find_left_out(
         stripped, form.catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=form.dropped
     )
-    order = replace(order, left_out=fates)
+    order = order_for(asked, plan, place, catalog, copies, form.recorded, fates)
     notes += form.notes
     carried = {name for _, name in copies}
     if asked.own.accelerate and "trainer_state.json" in carried and "scheduler.pt" not in carried:

@@ -157,7 +157,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     if matrix is not None:
         form["imatrix"] = {"file": matrix.path, "digest": digest_of(locate(matrix.path))}
     fates = find_left_out(stripped, catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=model.dropped)
-    order = replace(order_for(asked, plan, place, catalog, (), {"form": form}, single=single), left_out=fates)
+    order = order_for(asked, plan, place, catalog, (), {"form": form}, fates, single=single)
     said = (*opened.catalog.source.notes, *notes, *model.notes, *more, *left_out)
     held = {id(entry) for entry in tensors}
     sources = (entry for entry in _sources(model.catalog.tensors.values()) if id(entry) not in held)
@@ -189,11 +189,11 @@ def _prepare_vision(
     said: dict[str, object] = {"names": GGUF, "type": own.type, "mmproj": True}
     if own.config is not None:
         said["config"] = dict(config)
-    order = order_for(asked, plan, place, catalog, (), {"form": said}, single=single)
+    order = order_for(asked, plan, place, catalog, (), {"form": said}, fates, single=single)
     sources = {str(number): entry for number, entry in enumerate(_sources(tensors))}
     read = replace(stripped, tensors=sources, aliases={})
     notes = (*opened.catalog.source.notes, *notes, *more)
-    return PlannedConversion(opened, replace(order, left_out=fates), notes, asked, sources=(read,))
+    return PlannedConversion(opened, order, notes, asked, sources=(read,))
 
 
 def _sources(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:

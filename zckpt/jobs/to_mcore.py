@@ -271,9 +271,8 @@ def prepare(
     )  # fmt: skip
     plan = plan.with_files(config_file(opened.config(model.config), usual))
     copies, left_out = opened.companions()
-    order = order_for(asked, plan, place, catalog, copies, recorded)
     fates = find_left_out(stripped, catalog.tensors, asked.selecting, selectable=stripped.tensors, rules=model.dropped)
-    order = replace(order, left_out=fates)
+    order = order_for(asked, plan, place, catalog, copies, recorded, fates)
     notes = (
         *opened.catalog.source.notes,
         *notes,

@@ -105,14 +105,14 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     files = (*destination.files, literal_file("config.json", json.dumps(said, indent=4).encode()))
     pairs = [(made.tensors[name], entry) for name, entry in destination.entries.items()]
     recorded = {**model.recorded, RECORDED: {"bits": bits, "group_size": group}}
-    order = order_for(asked, Plan(files, pairs), locate(out), made, copies, recorded)
     rules = {**model.given_up, **found.dropped}
     fates = find_left_out(model.source, made.tensors, asked.selecting, selectable=model.selectable, rules=rules)
+    order = order_for(asked, Plan(files, pairs), locate(out), made, copies, recorded, fates)
     notes = (*model.notes, *left_out)
     if bits is not None and stays:
         them = count(len(stays), "matrix has", "matrices have")
         notes += (f"{them} rows that are no multiple of {group}, and not quantised: {examples(stays)}.",)
-    return PlannedConversion(opened, replace(order, left_out=fates), notes, asked, sources=(catalog,))
+    return PlannedConversion(opened, order, notes, asked, sources=(catalog,))
 
 
 def mlx_tensors(form: MlxForm, dtype: DType) -> tuple[Catalog, dict[str, DType]]:

@@ -149,21 +149,15 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     notes = [*opened.catalog.source.notes, *stripped, *_loose(catalog, found, others), *left_out]
     if not said:
         notes.append(made[0] if made else _without_config(adapter, selected))
-    order = order_for(
-        asked,
-        Plan(destination.files, [(selected[name], entry) for name, entry in destination.entries.items()]),
-        place,
-        own,
-        copies,
-        {"form": {"adapter": adapter, "bias": bias}},
-    )
     rules = dict.fromkeys(others, "not adapter")
     fates = find_left_out(catalog, selected, asked.selecting, selectable=own.tensors, rules=rules)
     if opened is not whole:
         beside = strip_wrappers(whole.catalog)[0]
         rules = dict.fromkeys(beside.tensors, "not adapter")
         fates = (*fates, *find_left_out(beside, selected, asked.selecting, selectable=own.tensors, rules=rules))
-    order = replace(order, left_out=fates)
+    pairs = [(selected[name], entry) for name, entry in destination.entries.items()]
+    form = {"form": {"adapter": adapter, "bias": bias}}
+    order = order_for(asked, Plan(destination.files, pairs), place, own, copies, form, fates)
     return PlannedAdapter(opened, order, tuple(notes), asked, adapter)
 
 
