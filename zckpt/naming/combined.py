@@ -60,7 +60,7 @@ def thin_factors(
         return total
 
     def compute(start: int, stop: int, tools: Tools) -> Array:
-        whole: Floats = KEPT.get((inputs,), lambda: add_all(tools))
+        whole: Floats = KEPT.get((add_all,), lambda: add_all(tools))
         return whole[start:stop].copy()
 
     return Formula(inputs, ("thinned", weights, density, elects), compute)

@@ -171,10 +171,10 @@ def add_vera(
 
         if turned:
             left = np.ascontiguousarray(down(first, last).T)
-            right = KEPT.get((base, b), lambda: np.ascontiguousarray(up(0, unit).T))
+            right = KEPT.get((of_outputs, b), lambda: np.ascontiguousarray(up(0, unit).T))
         else:
             left = up(first, last)
-            right = KEPT.get((base, a), lambda: down(0, unit))
+            right = KEPT.get((of_ranks, a), lambda: down(0, unit))
         tools.kernels.add_low_rank(matrix, left.reshape(-1), right.reshape(-1), rank, 1.0)
         return matrix
 
