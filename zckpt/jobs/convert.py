@@ -169,10 +169,9 @@ def prepare(
     plan = Plan(destination.files, pairs_of(model.catalog.tensors, destination.entries))
     if not single:
         plan = plan.with_files(config_file(model.config, asked.casting.dtype or usual_dtype(destination.entries)))
-    order = order_for(asked, plan, place, model.catalog, model.copies or (), recorded, single=single)
-    order = replace(order, left_out=find_left_out(
+    order = order_for(asked, plan, place, model.catalog, model.copies or (), recorded, find_left_out(
         model.source, model.catalog.tensors, asked.selecting, selectable=model.selectable, rules=model.given_up
-    ))  # fmt: skip
+    ), single=single)  # fmt: skip
     return PlannedConversion(
         model.opened, order, (*model.notes, *notes), asked,
         sources=model.sources, beside=model.made_from, trained=model.trained,
