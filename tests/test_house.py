@@ -204,6 +204,20 @@ def test_no_fixture_names_a_place_of_the_machine_that_made_it() -> None:
     assert [str(path) for path in files if any(place in path.read_bytes() for place in places)] == []
 
 
+def test_no_test_opens_a_file_that_only_its_writer_has() -> None:
+    """Tests write where pytest says: a place like /tmp/mine is there on one machine alone."""
+    found = [
+        f"{path.relative_to(TESTS)}:{node.lineno}"
+        for path in TESTS.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.Call)
+        and node.args
+        and ast.unparse(node.func) in ("open", "Path", "os.open", "Path.open")
+        if ast.unparse(node.args[0]).lstrip("f'\"").startswith(("/tmp/", "/dev/shm/", "/var/tmp/"))
+    ]
+    assert found == []
+
+
 def test_without_the_core_one_line_says_so_and_the_bytes_are_the_same(tmp_path: Path) -> None:
     code = """
 import sys
