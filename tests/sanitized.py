@@ -47,7 +47,7 @@ from zckpt.core.dtypes import ALL, BF16, F8_E4M3, F16, F32, F64, DType  # noqa: 
 from zckpt.core.folds import MatrixBlocks, NumberGrid  # noqa: E402
 from zckpt.core.fragments import Fragment  # noqa: E402
 from zckpt.core.plan import Checksum, OutputFile, Plan  # noqa: E402
-from zckpt.core.recipes import Mean, MovingAverage, WeightedSum, derive_entry  # noqa: E402
+from zckpt.core.recipes import derive_entry, mean_of, moving_average_of, weighted_sum_of  # noqa: E402
 from zckpt.core.stores import FileStore, MemoryStore  # noqa: E402
 from zckpt.engine import batches  # noqa: E402
 from zckpt.engine.independent import derived_again  # noqa: E402
@@ -166,7 +166,11 @@ def folds(root: Path) -> None:
         inputs.append(entry(None, dtype, (numel,), 0, *fragments))
     weights = (0.5, 2.0, -1.0)
     for n, recipe in enumerate(
-        (Mean(tuple(inputs)), MovingAverage(tuple(inputs), 0.9), WeightedSum(tuple(inputs), weights, moves_base=True))
+        (
+            mean_of(tuple(inputs)),
+            moving_average_of(tuple(inputs), 0.9),
+            weighted_sum_of(tuple(inputs), weights, moves_base=True),
+        )
     ):
         total = derive_entry("x", (numel,), F32, recipe)
         for dtype, at in ((F32, 5), (BF16, 8)):

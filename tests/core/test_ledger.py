@@ -13,7 +13,7 @@ from zckpt.core.dtypes import F32
 from zckpt.core.evidence import LIVE
 from zckpt.core.fragments import Fragment
 from zckpt.core.ledger import Fate, check_closed, names_unread
-from zckpt.core.recipes import Mean, derive_entry
+from zckpt.core.recipes import derive_entry, mean_of
 from zckpt.core.stores import FileStore
 from zckpt.jobs.opened import WorkingModel
 
@@ -52,8 +52,8 @@ def test_interleaved_columns_are_told_apart() -> None:
 
 def test_what_a_tensor_is_computed_from_is_read() -> None:
     source = catalog(entry("a", 0, 10), entry("b", 10, 10), entry("c", 20, 10))
-    mean = derive_entry("m", (10,), F32, Mean((source["a"], source["b"])))
-    twice = derive_entry("n", (10,), F32, Mean((mean, source["b"])))
+    mean = derive_entry("m", (10,), F32, mean_of((source["a"], source["b"])))
+    twice = derive_entry("n", (10,), F32, mean_of((mean, source["b"])))
     assert names_unread(source, {"n": twice}) == ["c"]
 
 

@@ -26,7 +26,7 @@ from zckpt.core.dtypes import BF16, F8_E4M3, F8_E5M2, F16, F32, F64
 from zckpt.core.folds import DRAWS, Sparsity, Thinned, Tools
 from zckpt.core.fragments import Fragment
 from zckpt.core.plan import OutputFile, Plan
-from zckpt.core.recipes import DerivedStore, Interpolated, Mean, MovingAverage, WeightedSum, derive_entry
+from zckpt.core.recipes import DerivedStore, derive_entry, mean_of, moving_average_of, point_between, weighted_sum_of
 from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.engine.bringing import Bringer
 from zckpt.engine.choice import threads_for
@@ -258,7 +258,7 @@ def test_a_sum_is_the_same_for_any_engine_threads_and_parts(tmp_path: Path, monk
     expected = np.zeros(SHAPE, np.float32)
     for (_, array), weight in zip(found, weights, strict=True):
         expected += np.float32(weight) * array.astype(np.float32)
-    total = derive_entry("x", SHAPE, F32, WeightedSum(tuple(entry for entry, _ in found), weights))
+    total = derive_entry("x", SHAPE, F32, weighted_sum_of(tuple(entry for entry, _ in found), weights))
     assert written(tmp_path, total, "native") == expected.tobytes()
     assert written(tmp_path, total, "reference") == expected.tobytes()
     assert ElementReader().read(elements(total, 119_990, 120_010)) == expected.reshape(-1)[119_990:120_010].tobytes()
@@ -268,14 +268,14 @@ def test_a_sum_is_the_same_for_any_engine_threads_and_parts(tmp_path: Path, monk
             assert written(tmp_path, total, "native", threads=3) == expected.tobytes()
     half = written(tmp_path, total, "native", F16)
     assert half == expected.astype(np.float16).tobytes()
-    again = derive_entry("x", SHAPE, F32, WeightedSum((total, total), (1.0, 1.0)))  # a recipe of recipes
+    again = derive_entry("x", SHAPE, F32, weighted_sum_of((total, total), (1.0, 1.0)))  # a recipe of recipes
     assert written(tmp_path, again, "native") == (expected + expected).tobytes()
 
 
 def test_sums_are_compared_without_being_written(tmp_path: Path) -> None:
     a, numbers_a = stored(tmp_path / "a", 0)
     b, numbers_b = stored(tmp_path / "b", 1)
-    total = derive_entry("x", SHAPE, F32, WeightedSum((a, b), (1.0, 1.0)))
+    total = derive_entry("x", SHAPE, F32, weighted_sum_of((a, b), (1.0, 1.0)))
     (tmp_path / "sum").write_bytes((numbers_a + numbers_b).tobytes())
     state = (tmp_path / "sum").stat()
     store = FileStore(str(tmp_path / "sum"), state.st_size, (state.st_dev, state.st_ino, state.st_mtime_ns))
@@ -314,7 +314,7 @@ def test_bf16_comes_as_its_bits(tmp_path: Path) -> None:
     state = (tmp_path / "h").stat()
     store = FileStore(str(tmp_path / "h"), 20, (state.st_dev, state.st_ino, state.st_mtime_ns))
     entry = TensorEntry("h", (10,), BF16, "parameter", (Fragment(store, 0, 0, 10),))
-    total = derive_entry("x", (10,), F32, WeightedSum((entry,), (1.0,)))
+    total = derive_entry("x", (10,), F32, weighted_sum_of((entry,), (1.0,)))
     bits = np.arange(16_000, 16_010, dtype=np.uint32) << 16
     assert written(tmp_path, total, "native") == bits.view(np.float32).tobytes()
 
@@ -337,10 +337,10 @@ def folds(tmp_path: Path) -> list[Any]:
     inputs = tuple(scattered(tmp_path, seed, *how) for seed, how in enumerate(dtypes))  # type: ignore[arg-type]
     weights = (0.5, -0.25, 1e300, 0.0, 3.0, 1e-3)
     return [
-        Mean(inputs),
-        MovingAverage(inputs, 0.9),
-        WeightedSum(inputs, weights),
-        WeightedSum(inputs, weights[1:], moves_base=True),
+        mean_of(inputs),
+        moving_average_of(inputs, 0.9),
+        weighted_sum_of(inputs, weights),
+        weighted_sum_of(inputs, weights[1:], moves_base=True),
     ]
 
 
@@ -454,21 +454,21 @@ def test_elements_of_some_places_are_computed_beforehand(tmp_path: Path) -> None
     store = b.fragments[0].store
     apart = TensorEntry("b", (100, 1000), F32, "parameter", (Fragment(store, 0, 0, 500, 200, 500, 700),))
     for inputs, numel in (((a, b), 300_000), ((apart, apart), 100_000)):
-        total = derive_entry("x", (numel,), F32, WeightedSum(inputs, (1.0, 1.0)))
-        twice = derive_entry("x", (numel,), F32, WeightedSum((total, total), (1.0, 1.0)))
+        total = derive_entry("x", (numel,), F32, weighted_sum_of(inputs, (1.0, 1.0)))
+        twice = derive_entry("x", (numel,), F32, weighted_sum_of((total, total), (1.0, 1.0)))
         for one in (total, twice):
             place = one.fragments[0].store
             assert isinstance(place, DerivedStore) and not place.steps
             assert written(tmp_path, one, "native") == written(tmp_path, one, "reference")
     assert (
-        written(tmp_path, derive_entry("x", SHAPE, F32, Mean((a, b))), "native")
+        written(tmp_path, derive_entry("x", SHAPE, F32, mean_of((a, b))), "native")
         == (x.astype(np.float32) + (y - x.astype(np.float32)) / np.float32(2)).tobytes()
     )
 
 
 def test_inputs_that_fail_are_named(tmp_path: Path) -> None:
     a, b = scattered(tmp_path, 0, BF16), scattered(tmp_path, 1, F32)
-    total = derive_entry("x", SMALL, F32, Mean((a, b)))
+    total = derive_entry("x", SMALL, F32, mean_of((a, b)))
     path = tmp_path / "1-2"
     state = path.stat()
     os.truncate(path, 50_000)
@@ -484,18 +484,20 @@ def test_inputs_that_fail_are_named(tmp_path: Path) -> None:
 
 def test_the_sum_says_what_it_depends_on(tmp_path: Path) -> None:
     a, _ = stored(tmp_path / "a", 0)
-    assert WeightedSum((a,), (0.5,)).facts != WeightedSum((a,), (0.25,)).facts
+    assert weighted_sum_of((a,), (0.5,)).facts != weighted_sum_of((a,), (0.25,)).facts
 
 
 def test_a_base_is_moved_by_differences(tmp_path: Path) -> None:
     (base, x), (a, y), (b, z) = (stored(tmp_path / name, seed) for seed, name in enumerate("xyz"))
-    moved = derive_entry("x", SHAPE, F32, WeightedSum((base, a, b), (0.5, 2.0), moves_base=True))
+    moved = derive_entry("x", SHAPE, F32, weighted_sum_of((base, a, b), (0.5, 2.0), moves_base=True))
     expected = x + np.float32(0.5) * (y - x)
     expected = expected + np.float32(2) * (z - x)
     for engine in ("native", "reference"):
         assert written(tmp_path, moved, engine) == expected.tobytes()  # type: ignore[arg-type]
     assert (
-        written(tmp_path, derive_entry("x", SHAPE, F32, WeightedSum((base, base), (0.7,), moves_base=True)), "native")
+        written(
+            tmp_path, derive_entry("x", SHAPE, F32, weighted_sum_of((base, base), (0.7,), moves_base=True)), "native"
+        )
         == x.tobytes()
     )
 
@@ -503,20 +505,20 @@ def test_a_base_is_moved_by_differences(tmp_path: Path) -> None:
 def test_points_on_an_arc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The formula of Shoemake (1985), in fp64; the same bits whoever computes which part."""
     (a, x), (b, y) = (stored(tmp_path / name, seed) for seed, name in enumerate("xy"))
-    found = written(tmp_path, derive_entry("x", SHAPE, F32, Interpolated((a, b), 0.3)), "native")
+    found = written(tmp_path, derive_entry("x", SHAPE, F32, point_between((a, b), 0.3)), "native")
     p, q = x.astype(float).ravel(), y.astype(float).ravel()
     angle = np.arccos(p @ q / np.linalg.norm(p) / np.linalg.norm(q))
     expected = (np.sin(0.7 * angle) * p + np.sin(0.3 * angle) * q) / np.sin(angle)
     assert np.allclose(np.frombuffer(found, np.float32), expected, rtol=1e-5, atol=1e-6)
-    assert found == written(tmp_path, derive_entry("x", SHAPE, F32, Interpolated((a, b), 0.3)), "reference")
+    assert found == written(tmp_path, derive_entry("x", SHAPE, F32, point_between((a, b), 0.3)), "reference")
     monkeypatch.setattr(plans, "COMPUTED_BYTES", 4000)
-    assert found == written(tmp_path, derive_entry("x", SHAPE, F32, Interpolated((a, b), 0.3)), "native", threads=4)
+    assert found == written(tmp_path, derive_entry("x", SHAPE, F32, point_between((a, b), 0.3)), "native", threads=4)
     for t, expected in ((0.0, x), (1.0, y)):
         got = np.frombuffer(
-            written(tmp_path, derive_entry("x", SHAPE, F32, Interpolated((a, b), t)), "native"), np.float32
+            written(tmp_path, derive_entry("x", SHAPE, F32, point_between((a, b), t)), "native"), np.float32
         )
         assert (got.reshape(SHAPE) == expected).all()
-    line = written(tmp_path, derive_entry("x", SHAPE, F32, Interpolated((a, a), 0.3)), "native")
+    line = written(tmp_path, derive_entry("x", SHAPE, F32, point_between((a, a), 0.3)), "native")
     assert np.allclose(np.frombuffer(line, np.float32).reshape(SHAPE), x, rtol=1e-6)
 
 

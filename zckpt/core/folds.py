@@ -367,26 +367,6 @@ def fold_elements(
     return total
 
 
-class Fold:
-    """A recipe that takes up one tensor after another; an engine may do that itself, from its `inputs` and `steps`."""
-
-    __slots__ = ()
-    inputs: tuple[TensorEntry, ...]
-
-    @property
-    def steps(self) -> tuple[Uptake, ...]:
-        """Steps of the fold, one for each input."""
-        raise NotImplementedError
-
-    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        """As `core.recipes.Recipe.reads`: what `compute` reads."""
-        return ((entry, start, stop) for entry in self.inputs)
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        """As `Recipe.compute`; fp32."""
-        return fold_elements(self.inputs, self.steps, start, stop, tools)
-
-
 _MOST_FILES = 128
 """The most files of one tensor in a batch, which has room for others."""
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import Role, TensorEntry
 from zckpt.core.dtypes import DType
-from zckpt.core.folds import Fold, How, Tools, Uptake, are_at_hand, fold_elements
+from zckpt.core.folds import How, Tools, Uptake, are_at_hand, fold_elements
 from zckpt.core.fragments import Fragment
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Recipe(Protocol):
 
     One with elements that are found when another recipe's are computed, such as scales, has an `is_byproduct` that is true: in a
     part of an output its elements are computed after those of the other recipes.
+
+    One that takes up one tensor after another has `steps`, one for each of its inputs: an engine may do that itself.
     """
 
     @property
@@ -64,6 +67,7 @@ class Formula:
     unit: int = 1
     reads: Callable[[int, int], Iterable[tuple[TensorEntry, int, int]]] | None = None
     is_byproduct: bool = False
+    steps: tuple[Uptake, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,8 +104,10 @@ def derive_entry(
     numel = math.prod(shape)
     if not numel:
         return TensorEntry(name, shape, dtype, role, ())
-    steps = recipe.steps if isinstance(recipe, Fold) and are_at_hand(recipe.inputs) else ()
-    store = DerivedStore(recipe, dtype.itemsize, numel * dtype.itemsize, steps)
+    steps = getattr(recipe, "steps", ())
+    store = DerivedStore(
+        recipe, dtype.itemsize, numel * dtype.itemsize, steps if steps and are_at_hand(recipe.inputs) else ()
+    )
     return TensorEntry(name, shape, dtype, role, (Fragment(store, 0, 0, numel),))
 
 
@@ -124,75 +130,52 @@ def compute_bytes(store: DerivedStore, start: int, stop: int, tools: Tools) -> t
     return np.ascontiguousarray(array), first
 
 
-@dataclass(frozen=True, slots=True)
-class Mean(Fold):
+def _fold(inputs: tuple[TensorEntry, ...], facts: tuple[object, ...], steps: tuple[Uptake, ...]) -> Formula:
+    """The recipe of tensors of one shape that are taken up one after another, by a step each; fp32."""
+
+    def reads(start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        return ((entry, start, stop) for entry in inputs)
+
+    return Formula(inputs, facts, partial(fold_elements, inputs, steps), reads=reads, steps=steps)
+
+
+def mean_of(inputs: tuple[TensorEntry, ...]) -> Formula:
     """The mean of tensors of one shape in fp32, one after another: mean + (tensor - mean) / (how many there are so
     far).
 
-    So equal tensors give themselves. It is what torch.optim.swa_utils.get_swa_avg_fn computes. `inputs`: the tensors.
+    So equal tensors give themselves. It is what torch.optim.swa_utils.get_swa_avg_fn computes.
     """
-
-    inputs: tuple[TensorEntry, ...]
-    facts: tuple[object, ...] = ("mean",)
-    unit: int = 1
-
-    @property
-    def steps(self) -> tuple[Uptake, ...]:
-        return Uptake(How.SET), *(Uptake(How.APPROACH, number) for number in range(2, len(self.inputs) + 1))
+    later = (Uptake(How.APPROACH, number) for number in range(2, len(inputs) + 1))
+    return _fold(inputs, ("mean",), (Uptake(How.SET), *later))
 
 
-@dataclass(frozen=True, slots=True)
-class MovingAverage(Fold):
-    """An exponential moving average in fp32 that begins with the first tensor: decay * average + (1 - decay) * tensor.
+def moving_average_of(inputs: tuple[TensorEntry, ...], decay: float) -> Formula:
+    """An exponential moving average in fp32 that begins with the first tensor, the oldest: decay * average + (1 - decay)
+    * tensor.
 
     It is what torch.optim.swa_utils.get_ema_avg_fn computes.
-
-    Attributes:
-        inputs: the tensors, oldest first.
-        decay: what of the average stays at each step.
     """
-
-    inputs: tuple[TensorEntry, ...]
-    decay: float
-    unit: int = 1
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("moving average", self.decay)
-
-    @property
-    def steps(self) -> tuple[Uptake, ...]:
-        return Uptake(How.SET), *((Uptake(How.BLEND, self.decay, 1 - self.decay),) * (len(self.inputs) - 1))
+    later = (Uptake(How.BLEND, decay, 1 - decay),) * (len(inputs) - 1)
+    return _fold(inputs, ("moving average", decay), (Uptake(How.SET), *later))
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedSum(Fold):
+def weighted_sum_of(
+    inputs: tuple[TensorEntry, ...], weights: tuple[float, ...], *, moves_base: bool = False
+) -> Formula:
     """Tensors of one shape, each times a weight, added in fp32 in the order in which they are given; or a base, moved by
     such a sum of the differences of other tensors from it: base + sum of weight * (other - base).
 
-    Attributes:
+    Args:
         inputs: the tensors; the base first, where one is moved.
         weights: a factor for each but the base; rounded to fp32.
         moves_base: whether the first tensor is a base.
     """
-
-    inputs: tuple[TensorEntry, ...]
-    weights: tuple[float, ...]
-    moves_base: bool = False
-    unit: int = 1
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("moved" if self.moves_base else "weighted sum", self.weights)
-
-    @property
-    def steps(self) -> tuple[Uptake, ...]:
-        if self.moves_base:
-            return Uptake(How.SET), *(Uptake(How.DIFFER, weight) for weight in self.weights)
-        return tuple(Uptake(How.ADD, weight) for weight in self.weights)
+    if moves_base:
+        return _fold(inputs, ("moved", weights), (Uptake(How.SET), *(Uptake(How.DIFFER, weight) for weight in weights)))
+    return _fold(inputs, ("weighted sum", weights), tuple(Uptake(How.ADD, weight) for weight in weights))
 
 
-class Interpolated:
+def point_between(inputs: tuple[TensorEntry, TensorEntry], t: float) -> Formula:
     """The point at `t` of the way from one tensor to another along the arc between their directions (slerp), in fp32.
 
     If both have nearly the same direction, or opposite ones, or one is zero, it is the point on the straight line. The
@@ -202,40 +185,33 @@ class Interpolated:
         inputs: both tensors.
         t: 0 gives the first, 1 the second.
     """
+    lock = Lock()
+    steps: list[Uptake] = []
 
-    unit = 1
+    def compute(start: int, stop: int, tools: Tools) -> Array:
+        with lock:
+            if not steps:
+                steps.extend(Uptake(How.ADD, factor) for factor in _arc_factors(*inputs, t, tools))
+        return fold_elements(inputs, steps, start, stop, tools)
 
-    def __init__(self, inputs: tuple[TensorEntry, TensorEntry], t: float) -> None:
-        self.inputs = inputs
-        self.facts: tuple[object, ...] = ("interpolated", t)
-        self._t = t
-        self._factors: tuple[float, float] | None = None
-        self._lock = Lock()
+    return Formula(inputs, ("interpolated", t), compute)
 
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        with self._lock:
-            if self._factors is None:
-                self._factors = self._measured(tools)
-        return fold_elements(
-            self.inputs, tuple(Uptake(How.ADD, factor) for factor in self._factors), start, stop, tools
-        )
 
-    def _measured(self, tools: Tools) -> tuple[float, float]:
-        """The factors of both tensors."""
-        a, b = self.inputs
+def _arc_factors(a: TensorEntry, b: TensorEntry, t: float, tools: Tools) -> tuple[float, float]:
+    """The factors of both tensors."""
 
-        def products(start: int, tools: Tools) -> tuple[float, float, float]:
-            stop = min(start + _MEASURED, a.numel)
-            return tools.kernels.products(tools.read_floats(a, start, stop), tools.read_floats(b, start, stop))
+    def products(start: int, tools: Tools) -> tuple[float, float, float]:
+        stop = min(start + _MEASURED, a.numel)
+        return tools.kernels.products(tools.read_floats(a, start, stop), tools.read_floats(b, start, stop))
 
-        dot = square = other_square = 0.0
-        for found in tools.each(products, range(0, a.numel, _MEASURED)):
-            dot, square, other_square = dot + found[0], square + found[1], other_square + found[2]
-        length = math.sqrt(square) * math.sqrt(other_square)
-        if not length or not math.isfinite(dot / length) or abs(dot / length) > _NEARLY_PARALLEL:
-            return 1 - self._t, self._t
-        angle = math.acos(dot / length)
-        return math.sin((1 - self._t) * angle) / math.sin(angle), math.sin(self._t * angle) / math.sin(angle)
+    dot = square = other_square = 0.0
+    for found in tools.each(products, range(0, a.numel, _MEASURED)):
+        dot, square, other_square = dot + found[0], square + found[1], other_square + found[2]
+    length = math.sqrt(square) * math.sqrt(other_square)
+    if not length or not math.isfinite(dot / length) or abs(dot / length) > _NEARLY_PARALLEL:
+        return 1 - t, t
+    angle = math.acos(dot / length)
+    return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
 
 
 _MEASURED = 1 << 21

@@ -25,7 +25,7 @@ from zckpt.core.catalog import Catalog, TensorEntry, replace_name, usual_dtype
 from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType, is_lossless
 from zckpt.core.evidence import weakest
 from zckpt.core.folds import Sparsity
-from zckpt.core.recipes import Interpolated, Mean, MovingAverage, Recipe, WeightedSum, derive_entry
+from zckpt.core.recipes import Recipe, derive_entry, mean_of, moving_average_of, point_between, weighted_sum_of
 from zckpt.core.task_vectors import SparseSum
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
@@ -309,12 +309,12 @@ def _recipe(
     if sparsity is not None:
         return SparseSum(inputs, sparsity)
     if how.slerp is not None:
-        return Interpolated((inputs[0], inputs[1]), how.slerp)
+        return point_between((inputs[0], inputs[1]), how.slerp)
     if how.ema is not None:
-        return MovingAverage(inputs, how.ema)
+        return moving_average_of(inputs, how.ema)
     if weights is None:
-        return Mean(inputs)
-    return WeightedSum(inputs, weights, moves_base=how.task_vector is not None)
+        return mean_of(inputs)
+    return weighted_sum_of(inputs, weights, moves_base=how.task_vector is not None)
 
 
 def _check_same(catalogs: Sequence[Catalog], names: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from zckpt.base.errors import CorruptError, UnsupportedError
 from zckpt.base.words import join_words
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.folds import Sparsity
-from zckpt.core.recipes import Interpolated, Recipe, WeightedSum
+from zckpt.core.recipes import Recipe, point_between, weighted_sum_of
 from zckpt.core.task_vectors import SparseSum
 from zckpt.jobs.merged import find_model
 from zckpt.storage.location import locate
@@ -90,11 +90,11 @@ class Mergekit:
         t = int(match[2]) / (layers - 1) if match and layers > 1 else float(bool(match))
         others = [*inputs[-1:], *inputs[:-1]] if self.base is None else [*inputs[:-1]]
         if self.method == "slerp":
-            return Interpolated((inputs[-1], others[0]), self._number("t", name, t, None))
+            return point_between((inputs[-1], others[0]), self._number("t", name, t, None))
         weights = tuple(self._number("weight", name, t, model) for model in self.models)
         if self.method == "linear":
             total = sum(weights) if self._number("normalize", name, t, None, True) else 1.0
-            return WeightedSum(tuple(others), tuple(weight / total for weight in weights))
+            return weighted_sum_of(tuple(others), tuple(weight / total for weight in weights))
         divides, rescales = _SUMS[self.method]
         how = Sparsity(
             weights,

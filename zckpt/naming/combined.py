@@ -16,7 +16,7 @@ from zckpt.base.words import join_words
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32
 from zckpt.core.folds import Tools
-from zckpt.core.recipes import Formula, Recipe, WeightedSum, derive_entry
+from zckpt.core.recipes import Formula, Recipe, derive_entry, weighted_sum_of
 from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
 from zckpt.naming.merged_matrix import KEPT
 
@@ -198,7 +198,7 @@ def _combine_module(
             recipe = join_factors(entries, scales if is_a else ((),) * len(own), total, by_row=is_a)
             shape = (total, *shape[1:]) if is_a else (*shape[:1], total)
         elif how == "linear":
-            recipe = WeightedSum(entries, tuple(weights))
+            recipe = weighted_sum_of(entries, tuple(weights))
         else:
             recipe = thin_factors(entries, tuple(weights), density, elects=how == "ties")
         found.append(derive_entry(first.name, shape, F32, recipe))

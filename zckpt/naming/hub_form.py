@@ -32,7 +32,7 @@ from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import F32
 from zckpt.core.overlaps import reorder_rows
-from zckpt.core.recipes import WeightedSum, derive_entry
+from zckpt.core.recipes import derive_entry, weighted_sum_of
 from zckpt.core.views import rows_of_strided
 from zckpt.naming.rows import group_rows, split_rows, stack_rows
 
@@ -277,5 +277,5 @@ def _join(whole: str, parts: list[TensorEntry]) -> TensorEntry:
 
 
 def _widen(entry: TensorEntry) -> TensorEntry:
-    recipe = WeightedSum((replace(entry, replicas=()),), (1.0,))
+    recipe = weighted_sum_of((replace(entry, replicas=()),), (1.0,))
     return derive_entry(entry.name, entry.shape, F32, recipe, entry.role)

@@ -16,7 +16,7 @@ from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedErr
 from zckpt.base.words import count, examples, join_words
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name
 from zckpt.core.dtypes import F32
-from zckpt.core.recipes import Recipe, WeightedSum, derive_entry
+from zckpt.core.recipes import Recipe, derive_entry, weighted_sum_of
 from zckpt.layouts.save.tied import EMBEDDINGS, HEADS
 from zckpt.naming.adapter_names import found_in
 from zckpt.naming.adapter_weights import AdapterWeights, Factors, bare
@@ -132,7 +132,7 @@ def merge_adapters(
             )  # fmt: skip
         entry = base_tensor(model, adapters[0], name, added[0][0].name)
         inputs = replace(entry, replicas=()), *(bias for bias, _ in added)
-        total = WeightedSum(inputs, (1.0, *(scaling for _, scaling in added)))
+        total = weighted_sum_of(inputs, (1.0, *(scaling for _, scaling in added)))
         model.put(name, derive_entry(name, entry.shape, F32, total, entry.role))
     notes = []
     if model.untied:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
-from zckpt.core.folds import Fold, How, ThinProduct, Tools, Uptake
+from zckpt.core.folds import How, ThinProduct, Tools, Uptake
 from zckpt.core.recipes import Formula
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedMatrix(Fold):
+class MergedMatrix:
     """A weight with updates, one after the other as PEFT merges adapters: a recipe.
 
     The native engine computes one without magnitudes itself, if it has room for the factors.
@@ -79,7 +79,7 @@ class MergedMatrix(Fold):
     experts: int = 1
 
     @property
-    def inputs(self) -> tuple[TensorEntry, ...]:  # type: ignore[override]
+    def inputs(self) -> tuple[TensorEntry, ...]:
         factors = ((update.a, update.b, update.magnitude) for update in self.updates)
         return self.base, *(entry for three in factors for entry in three if entry is not None)
 

@@ -19,7 +19,7 @@ from zckpt.base.errors import COPY_AGAIN, CorruptError
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import DType
 from zckpt.core.folds import MatrixBlocks, Tools
-from zckpt.core.recipes import derive_entry
+from zckpt.core.recipes import Formula, derive_entry
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array
@@ -138,11 +138,16 @@ def grid_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantised:
-    """A tensor of fp8 times its scales, which are in the order of the blocks, in fp32."""
+class Scaled:
+    """A recipe: a tensor of fp8 times its scales, which are in the order of the blocks, in fp32."""
 
-    inputs: tuple[TensorEntry, TensorEntry]
+    entry: TensorEntry
+    scales: TensorEntry
     grid: Grid
+
+    @property
+    def inputs(self) -> tuple[TensorEntry, TensorEntry]:
+        return self.entry, self.scales
 
     @property
     def unit(self) -> int:
@@ -153,8 +158,8 @@ class Dequantised:
         return ("dequantised", self.grid)
 
     def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        grid, (numbers, scales) = self.grid, self.inputs
-        yield numbers, start, stop
+        grid, scales = self.grid, self.scales
+        yield self.entry, start, stop
         for _, blocks, band in grid.chunks(start // self.unit, stop // self.unit):
             bands = -(-(blocks.first + blocks.rows) // grid.block_rows)
             yield scales, band * grid.across, (band + bands) * grid.across
@@ -163,7 +168,7 @@ class Dequantised:
         """As `Recipe.compute`; fp32. Raises CorruptError if a scale is NaN or infinite."""
         import numpy as np
 
-        grid, (numbers, scales) = self.grid, self.inputs
+        grid, numbers, scales = self.grid, self.entry, self.scales
         found = np.empty(stop - start, np.float32)
         at = 0
         for row, blocks, band in grid.chunks(start // self.unit, stop // self.unit):
@@ -183,27 +188,18 @@ class Dequantised:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Narrowed:
-    """A tensor in another dtype, with each number rounded once; `unit`: as in the tensor's own recipe."""
-
-    inputs: tuple[TensorEntry]
-    dtype: DType
-    unit: int = 1
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("narrowed", self.dtype.name)
-
-    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        return [(self.inputs[0], start, stop)]
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        return tools.read(self.inputs[0], start, stop, self.dtype)
+NARROWED = "narrowed"
+"""The first of the facts of `in_dtype`'s recipe."""
 
 
 def in_dtype(entry: TensorEntry, dtype: DType, unit: int = 1) -> TensorEntry:
     """The tensor in another dtype, rounded once, or the entry itself if it has that dtype; `unit` is as in its recipe."""
     if entry.dtype == dtype:
         return entry
-    return derive_entry(entry.name, entry.shape, dtype, Narrowed((entry,), dtype, unit), entry.role)
+
+    def compute(start: int, stop: int, tools: Tools) -> Array:
+        return tools.read(entry, start, stop, dtype)
+
+    facts = (NARROWED, dtype.name)
+    recipe = Formula((entry,), facts, compute, unit, lambda start, stop: [(entry, start, stop)])
+    return derive_entry(entry.name, entry.shape, dtype, recipe, entry.role)

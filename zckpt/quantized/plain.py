@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry
@@ -22,7 +21,7 @@ from zckpt.quantized.configs import BLOCK, Quantization
 from zckpt.quantized.forms import BESIDE_MODULE
 
 if TYPE_CHECKING:
-    from zckpt.quantized.grids import Grid
+    from zckpt.quantized.grids import Scaled
 
 _SCALES = ("_scale_inv", "_scale", "_weight_scale")
 _OF_MISTRAL = "qscale_weight"
@@ -32,15 +31,6 @@ _OF_CACHE = (
     *("_fake_quantizer.qscale_act", ".k_proj.k_bias", ".v_proj.v_bias"),
 )
 """Ends of names of the scales of quantised keys and values; plain weights have no use for them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scaled:
-    """A tensor of fp8 and its scales."""
-
-    entry: TensorEntry
-    scales: TensorEntry
-    grid: Grid
 
 
 def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Collection[str] = ()) -> dict[str, Scaled]:
@@ -61,7 +51,7 @@ def find_scaled(catalog: Catalog, quantization: Quantization | None, packed: Col
             bare.append(name)
             continue
         beside = scaled_by[0]
-        from zckpt.quantized.grids import grid_of
+        from zckpt.quantized.grids import Scaled, grid_of
 
         scales = catalog.tensors[beside]
         block = quantization.block if quantization is not None else BLOCK
@@ -173,12 +163,10 @@ def _is_of_cache(entry: TensorEntry) -> bool:
 
 def product(each: Scaled, dtype: DType | None = None) -> TensorEntry:
     """The numbers of a quantised tensor, in fp32 or rounded to a dtype."""
-    entry = each.entry
-    from zckpt.quantized.grids import Dequantised, in_dtype
+    from zckpt.quantized.grids import in_dtype
 
-    recipe = Dequantised((entry, each.scales), each.grid)
-    wide = derive_entry(entry.name, entry.shape, F32, recipe, entry.role)
-    return wide if dtype is None else in_dtype(wide, dtype, recipe.unit)
+    wide = derive_entry(each.entry.name, each.entry.shape, F32, each, each.entry.role)
+    return wide if dtype is None else in_dtype(wide, dtype, each.unit)
 
 
 def about(quantization: Quantization | None, found: Collection[str]) -> str:

@@ -26,9 +26,8 @@ from zckpt.core.dtypes import BF16, F8_E4M3, F16, F32, I32, I64, U8, DType
 from zckpt.core.folds import MatrixBlocks, NumberGrid, Rounded, Tools, read_numbers
 from zckpt.core.recipes import DerivedStore, Formula, derive_entry
 from zckpt.quantized.coded import BlockScales, Coded, Codes, e2m1, turn
-from zckpt.quantized.grids import Dequantised, Grid, Narrowed
+from zckpt.quantized.grids import NARROWED, Grid, Scaled
 from zckpt.quantized.packed import Packed
-from zckpt.quantized.plain import Scaled
 from zckpt.quantized.targets import Powers, Second, Target, of_stored_bits, rounded_to, stored_bits
 
 if TYPE_CHECKING:
@@ -451,9 +450,9 @@ def is_in_form(
 def carried_fp8(entry: TensorEntry, grid: Grid, dtype: DType) -> tuple[TensorEntry, TensorEntry] | None:
     """The elements and scales of a source that has a tensor in fp8 with these blocks; None if it does not."""
     recipe = _recipe_of(entry)
-    if not isinstance(recipe, Dequantised) or recipe.grid != grid or recipe.inputs[0].dtype != F8_E4M3:
+    if not isinstance(recipe, Scaled) or recipe.grid != grid or recipe.entry.dtype != F8_E4M3:
         return None
-    return recipe.inputs if recipe.inputs[1].dtype == dtype else None
+    return recipe.inputs if recipe.scales.dtype == dtype else None
 
 
 def _recipe_of(entry: TensorEntry) -> object:
@@ -468,7 +467,7 @@ def _recipe_of(entry: TensorEntry) -> object:
     ):
         return None
     recipe = fragment.store.recipe
-    return _recipe_of(recipe.inputs[0]) if isinstance(recipe, Narrowed) else recipe
+    return _recipe_of(recipe.inputs[0]) if recipe.facts[:1] == (NARROWED,) else recipe
 
 
 def scales(name: str, shape: tuple[int, ...], quantiser: Quantiser) -> TensorEntry:
