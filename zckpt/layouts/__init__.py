@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from zckpt.base.errors import InconsistentError, NotACheckpointError, UnsupportedError, UsageError
 from zckpt.base.extensions import Extension, extensions
@@ -156,45 +156,30 @@ def read(listing: Listing, *, allow_unknown: bool = False, as_part: bool = False
             remedy="Leave --key out: it is for saves of torch.distributed.checkpoint and plain files that hold several.",
         )  # fmt: skip
     catalog = family.read(listing, allow_unknown=allow_unknown)
-    terms = _Terms(family, allow_unknown, as_part)
-    for prove in (_prove_use, _prove_names, _prove_whole):
-        catalog = prove(catalog, listing, terms)
-    return catalog
-
-
-class _Terms(NamedTuple):
-    """What is asked of a save that was read: its family, and what is overlooked, as for `read`."""
-
-    family: Family
-    allow_unknown: bool
-    as_part: bool
-
-
-def _prove_use(catalog: Catalog, listing: Listing, terms: _Terms) -> Catalog:
-    """The catalog, if each element of the master weights is used once."""
     usage.check(listing, usage.masters_in(listing), catalog.claims)
     catalog.claims.forget()
-    return catalog
+    catalog = _prove_names(catalog, listing, family, allow_unknown=allow_unknown)
+    return _prove_whole(catalog, listing, as_part=as_part or allow_unknown)
 
 
-def _prove_names(catalog: Catalog, listing: Listing, terms: _Terms) -> Catalog:
+def _prove_names(catalog: Catalog, listing: Listing, family: Family, *, allow_unknown: bool) -> Catalog:
     """The catalog of files that bear the names under which they were written, or with a note that some do not."""
-    error = _find_misnamed(listing, terms.family)
+    error = _find_misnamed(listing, family)
     if error is None:
         return catalog
-    if not terms.allow_unknown:
+    if not allow_unknown:
         raise error
     notes = (*catalog.source.notes, f"{error.found}: taken by the names as they are.")
     return replace(catalog, source=replace(catalog.source, notes=notes))
 
 
-def _prove_whole(catalog: Catalog, listing: Listing, terms: _Terms) -> Catalog:
+def _prove_whole(catalog: Catalog, listing: Listing, *, as_part: bool) -> Catalog:
     """The catalog with what the model's config says of tensors that may be missing, where the files do not say it."""
     by_index = catalog.source.layout == "plain" and catalog.evidence.by != BY_MANIFEST
     if not listing.part and (catalog.evidence.level == "unknown" or by_index):
         from zckpt.layouts.save.whole import prove_by_config
 
-        return prove_by_config(catalog, listing, as_part=terms.as_part or terms.allow_unknown)
+        return prove_by_config(catalog, listing, as_part=as_part)
     if catalog.evidence.doubt and catalog.source.layout != "plain":
         from zckpt.layouts.save.whole import find_left_out
 

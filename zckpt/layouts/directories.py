@@ -402,17 +402,16 @@ def as_below(look: Look) -> NextEntry:
 
     if foreign := foreign_format(look.names):
         raise foreign_error(look.path, foreign)
-    below = look_below(look.folder)
-    if below.saves and meaning_of(names := _names_that_differ(look, below.saves)) == "moment":
-        newest = [save for save, name in zip(below.saves, names, strict=True) if name == names[-1]]
-        below = below._replace(saves=newest)
-    if len(below.saves) == 1:
-        found = below.saves[0]
+    saves, others = look_below(look.folder)
+    if saves and meaning_of(names := _names_that_differ(look, saves)) == "moment":
+        saves = [save for save, name in zip(saves, names, strict=True) if name == names[-1]]
+    if len(saves) == 1:
+        found = saves[0]
         note = f"{look.path!r} holds no save itself: {found.path!r} is taken."
         return NextEntry("", look.tag, (), (note,), found)
-    if below.foreign and not below.saves:
-        raise foreign_error(below.foreign[0][0].path, below.foreign[0][1])
-    raise _no_save_error(look, [save.path for save in below.saves])
+    if others and not saves:
+        raise foreign_error(others[0][0].path, others[0][1])
+    raise _no_save_error(look, [save.path for save in saves])
 
 
 def _names_that_differ(look: Look, saves: Sequence[Folder]) -> list[str]:

@@ -161,7 +161,7 @@ def _models_or_weights(look: Look) -> Place | None:
     names = [model.files[0] for model in models]
     if len(models) > 1 and len({series_of(name) or name for name in names}) == 1:
         raise part_error(PlacedPart(look.path / names[-1], look.folder, tuple(names)))
-    below = look_below(look.folder).saves if len(models) == 1 else []
+    below = look_below(look.folder)[0] if len(models) == 1 else []
     if len(models) + len(below) > 1:
         named = [model.named_by or model.files[0] for model in models]
         raise IncompleteError(

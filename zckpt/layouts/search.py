@@ -106,18 +106,6 @@ _OPTIMIZERS = ("optim", "optimizer")
 """Directories in which trainers keep an optimizer beside its model, such as NeMo Automodel's."""
 
 
-class Below(NamedTuple):
-    """What lies further below a directory.
-
-    Attributes:
-        saves: the directories that hold saves.
-        foreign: the directories of formats that zckpt does not read.
-    """
-
-    saves: list[Folder]
-    foreign: list[tuple[Folder, ForeignFormat]]
-
-
 def is_begun(path: Location) -> bool:
     """Whether there is anything that `find` would look into: false for a directory that a run is yet to fill."""
     return has_saves(list_folder(path)) if path.is_dir() else path.is_file()
@@ -174,9 +162,12 @@ def tags_in(folder: Folder, also: Sequence[Folder] = ()) -> tuple[str, ...]:
     return tuple(sorted(found, key=natural))
 
 
-def look_below(folder: Folder) -> Below:
-    """What lies at most four directories below one that holds no save itself; not in those of optimizers, logs and the like."""
-    below = Below([], [])
+def look_below(folder: Folder) -> tuple[list[Folder], list[tuple[Folder, ForeignFormat]]]:
+    """What lies at most four directories below one that holds no save itself, not in those of optimizers, logs and the like:
+    the directories that hold saves, and those of formats that zckpt does not read.
+    """
+    saves: list[Folder] = []
+    others: list[tuple[Folder, ForeignFormat]] = []
     rest = _MOST_BEHIND_ADDRESSES if folder.path.is_remote else _MOST_LOOKED_INTO
     level = [folder]
     for _ in range(_DEPTH):
@@ -184,15 +175,15 @@ def look_below(folder: Folder) -> Below:
         for inner in (inner for above in level for inner in _directories(above)):
             rest -= 1
             if rest < 0:
-                return below
+                return saves, others
             if not foreign_save(inner.names) and holds_save(inner):
-                below.saves.append(inner)
+                saves.append(inner)
             elif foreign := foreign_format(inner.names):
-                below.foreign.append((inner, foreign))
+                others.append((inner, foreign))
             else:
                 deeper.append(inner)
         level = deeper
-    return below
+    return saves, others
 
 
 def _directories(folder: Folder) -> Iterator[Folder]:

@@ -83,17 +83,6 @@ _PLACE = Struct("3q")
 """A file's number, an offset and a length."""
 
 
-class ChunkRows(NamedTuple):
-    """Chunks that are rows of a tensor: each one's file, by its number in `files`, and its place; its first row, and how many."""
-
-    files: list[str]
-    numbers: array[int]
-    offsets: array[int]
-    lengths: array[int]
-    starts: array[int]
-    counts: array[int]
-
-
 class Chunks(Sequence[DcpChunk]):
     """The chunks of a tensor of one dimension or more, all in torch files; a `DcpChunk` is made when it is asked for.
 
@@ -187,11 +176,10 @@ class Chunks(Sequence[DcpChunk]):
         covered = [starts[at] for at in order] == [0, *itertools.islice(ends, len(order) - 1)]
         return 0 not in counts and 0 not in size and covered and sum(counts) == size[0]
 
-    def rows(self) -> ChunkRows:
-        """The chunks as columns, if `are_rows`."""
+    def rows(self) -> tuple[array[int], array[int]]:
+        """The first row of each chunk and how many it has, as columns, if `are_rows`."""
         dims, numbers = self._boxes.dims, self._boxes.numbers
-        starts, counts = numbers[:: 2 * dims], numbers[dims :: 2 * dims]
-        return ChunkRows(self._files, *self.place_columns(), starts, counts)
+        return numbers[:: 2 * dims], numbers[dims :: 2 * dims]
 
     def _at(self, number: int) -> DcpChunk:
         file, offset, length = memoryview(self._places).cast("q")[3 * number : 3 * number + 3]

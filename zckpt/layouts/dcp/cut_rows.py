@@ -235,19 +235,19 @@ class _Opened:
         """The fragments of a tensor, with chunks that begin at number `first`; None if one is not what the metadata say, or is
         known to nobody.
         """
-        rows = chunks.rows()
+        starts, counts = chunks.rows()
         which, files = (column[first : first + len(chunks)] for column in (self._which, self._file_of))
-        for kind, count in set(zip(which, rows.counts, strict=True)):
+        for kind, count in set(zip(which, counts, strict=True)):
             if kind < 0:
                 return None
             ref = self._kinds[kind].ref
             if (ref.shape, ref.dtype) != ((count, *item.size[1:]), item.dtype) or not ref.is_contiguous:
                 return None
         row = math.prod(item.size[1:])
-        numels = {count: count * row for count in {*rows.counts}}
+        numels = {count: count * row for count in {*counts}}
         distances = [kind.distance for kind in self._kinds]
         stores = self._stores
-        columns = zip(files, rows.offsets, which, rows.starts, rows.counts, strict=True)
+        columns = zip(files, chunks.place_columns()[1], which, starts, counts, strict=True)
         # Ranks' files are alike, and so are tensors: most numbers are equal to one of an earlier chunk, and need no memory.
         shared = self._shared.setdefault
         return tuple(

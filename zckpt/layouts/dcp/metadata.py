@@ -408,18 +408,9 @@ def _type_name(item: TensorItem | BytesItem) -> str:
     return f"{item.dtype} of {list(item.size)}" if isinstance(item, TensorItem) else "an object"
 
 
-@dataclass(slots=True)
-class _Gathered:
-    """A tensor of safetensors shards, while its chunks are collected."""
-
-    dtype: DType
-    size: list[int]
-    chunks: dict[tuple[Shape, Shape], DcpChunk] = field(default_factory=dict[tuple[Shape, Shape], DcpChunk])
-
-
 def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
     """The metadata of shards of torch's `HuggingFaceStorageWriter`: headers say where in the tensor each part begins."""
-    found: dict[str, _Gathered] = {}
+    found: dict[str, tuple[DType, dict[tuple[Shape, Shape], DcpChunk]]] = {}
     for name in names:
         container = listing.open(name)
         root = container.root
@@ -440,20 +431,19 @@ def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
                     f"the offsets of {key!r} are impossible", file=listing.files[name].path, found=f"{offsets!r:.200}",
                     remedy=COPY_AGAIN,
                 )  # fmt: skip
-            ends = [offset + extent for offset, extent in zip(offsets, ref.shape, strict=True)]
-            gathered = found.setdefault(key, _Gathered(ref.dtype, ends))
-            if gathered.dtype != ref.dtype or len(gathered.size) != len(ends):
+            dtype, chunks = found.setdefault(key, (ref.dtype, {}))
+            if dtype != ref.dtype or any(len(known) != len(offsets) for known, _ in chunks):
                 raise InconsistentError(
                     f"ranks do not agree on {key!r}", file=listing.files[name].path,
                     found=f"{ref.dtype} of {list(ref.shape)}", remedy=OTHER_SAVE,
                 )  # fmt: skip
-            gathered.size = [max(a, b) for a, b in zip(gathered.size, ends, strict=True)]
-            gathered.chunks.setdefault((offsets, ref.shape), DcpChunk(offsets, ref.shape, ref))
+            chunks.setdefault((offsets, ref.shape), DcpChunk(offsets, ref.shape, ref))
     items: dict[str, TensorItem | BytesItem] = {}
-    for key, gathered in found.items():
-        size = tuple(gathered.size)
+    for key, (dtype, chunks) in found.items():
+        ends = ([at + extent for at, extent in zip(*box, strict=True)] for box in chunks)
+        size = tuple(map(max, zip(*ends, strict=True)))
         numel_of(size, name=key, file=listing.directory.path)
-        items[key] = TensorItem(key, (key,), gathered.dtype, size, tuple(gathered.chunks.values()))
+        items[key] = TensorItem(key, (key,), dtype, size, tuple(chunks.values()))
     return Metadata(listing.directory.path, items, False)
 
 

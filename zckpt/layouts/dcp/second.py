@@ -134,7 +134,7 @@ def described_in(listing: Listing) -> tuple[list[SavedTensor], dict[Path, Callab
     """The tensors that `.metadata` describes, and the paths of other items, with what reads them; ranks that saved alone
     have metadata of their own.
     """
-    files = _DataFiles(listing)
+    value_at = partial(_value_at, listing, AlikeItems())
     found: dict[Path, tuple[Shape, list[tuple[Sequence[int], tuple[str, int, int]]]]] = {}
     beside: dict[Path, Mapping[str, object]] = {}
     others: dict[Path, Callable[[], object]] = {}
@@ -155,38 +155,34 @@ def described_in(listing: Listing) -> tuple[list[SavedTensor], dict[Path, Callab
             own, sizes = paths.get(item), fields_of(value)
             path: Path = tuple(own) if isinstance(own, tuple | list) else (item,)
             if "size" not in sizes:
-                others[path] = partial(files.value, *(place for _, place in chunks.get(item, [])))
+                others[path] = partial(value_at, *(place for _, place in chunks.get(item, [])))
                 continue
             beside[path] = fields_of(fields_of(state.get("mcore_data")).get(item))
             boxes = map(fields_of, as_sequence(sizes["chunks"]))
             empty = {_numbers(box["offsets"]) for box in boxes if 0 in _numbers(box["sizes"])}
             here = [chunk for chunk in chunks.get(item, []) if tuple(chunk[0]) not in empty]
             found.setdefault(path, (_numbers(sizes["size"]), []))[1].extend(here)
-    return [SavedTensor(at, shape, files.parts(places), beside[at]) for at, (shape, places) in found.items()], others
+    return [
+        SavedTensor(at, shape, _parts(value_at, places), beside[at]) for at, (shape, places) in found.items()
+    ], others
 
 
-class _DataFiles:
-    """Opens the torch files in a save's data files."""
+def _value_at(listing: Listing, alike: AlikeItems, place: tuple[str, int, int]) -> object:
+    """What the torch file at a place in a data file holds."""
+    file, offset, length = place
+    with open_input(listing.where(file).path) as source:
+        return alike.root(source.part(offset, length, "an item"))
 
-    def __init__(self, listing: Listing) -> None:
-        self.listing = listing
-        self._alike = AlikeItems()
-        self._opened: dict[str, object] = {}
 
-    def value(self, place: tuple[str, int, int]) -> object:
-        """What the torch file at a place holds."""
-        file, offset, length = place
-        with open_input(self.listing.where(file).path) as source:
-            return self._alike.root(source.part(offset, length, "an item"))
-
-    def parts(
-        self, places: Iterable[tuple[Sequence[int], tuple[str, int, int]]]
-    ) -> Iterator[tuple[Sequence[int], TensorRef]]:
-        for offsets, (file, offset, length) in places:
-            ref = unwrap(self.value((file, offset, length)))
-            if not isinstance(ref, TensorRef):
-                raise TypeError(f"no tensor in {file!r} at {offset:,}")
-            yield offsets, ref
+def _parts(
+    value_at: Callable[[tuple[str, int, int]], object], places: Iterable[tuple[Sequence[int], tuple[str, int, int]]]
+) -> Iterator[tuple[Sequence[int], TensorRef]]:
+    """The parts of a tensor: their first indexes, and their elements."""
+    for offsets, place in places:
+        ref = unwrap(value_at(place))
+        if not isinstance(ref, TensorRef):
+            raise TypeError(f"no tensor in {place[0]!r} at {place[1]:,}")
+        yield offsets, ref
 
 
 def unwrap(value: object) -> object:

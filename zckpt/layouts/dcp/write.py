@@ -63,13 +63,8 @@ class _DataFile:
         return ItemPlace(self.path, at, skeleton.size)
 
 
-@dataclass(slots=True)
-class _Laid:
-    """The chunks of a tensor, with the file, byte offset and first element of each."""
-
-    source: TensorEntry
-    dtype: DType
-    runs: list[tuple[_DataFile, int, int, int]]
+_Run = tuple[str, int, int, int]
+"""The file of a chunk, and of its elements the first byte there, the number of the first, and how many."""
 
 
 class DcpWriter:
@@ -86,23 +81,23 @@ class DcpWriter:
         self.chunk_bytes = chunk_bytes
         self.directory = directory and directory + "/"
         self._files: list[_DataFile] = []
-        self._tensors: list[_Laid] = []
+        self._tensors: list[tuple[TensorEntry, DType, list[_Run]]] = []
         self._paths: dict[str, Path] = {}
         self._items: dict[str, tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace] = {}
 
     def tensor(self, path: Path, source: TensorEntry, dtype: DType) -> None:
         """Adds a tensor, perhaps cast to `dtype`."""
-        laid = _Laid(source, dtype, [])
         chunks: list[DcpChunk] = []
+        runs: list[_Run] = []
         for offsets, sizes in split_into_chunks(source.shape, dtype.itemsize, self.chunk_bytes):
             spec = TensorSpec("", dtype, sizes)
             skeleton = torch_zip.skeleton_of(spec, [spec])
-            place, file = self._append(skeleton)
+            place = self._append(skeleton)
             chunks.append(DcpChunk(offsets, sizes, place))
             if spec.numel:
                 first = _first(offsets, source.shape)
-                laid.runs.append((file, place.offset + skeleton.offsets[""], first, spec.numel))
-        self._tensors.append(laid)
+                runs.append((place.file, place.offset + skeleton.offsets[""], first, spec.numel))
+        self._tensors.append((source, dtype, runs))
         self._add(path, (dtype, source.shape, tuple(chunks)))
 
     def number(self, path: Path, dtype: DType, data: bytes) -> None:
@@ -110,11 +105,11 @@ class DcpWriter:
         spec = TensorSpec("", dtype, ())
         skeleton = torch_zip.skeleton_of(spec, [spec])
         skeleton = replace(skeleton, literals=(*skeleton.literals, (skeleton.offsets[""], data)))
-        self._add(path, (dtype, (), (DcpChunk((), (), self._append(skeleton)[0]),)))
+        self._add(path, (dtype, (), (DcpChunk((), (), self._append(skeleton)),)))
 
     def value(self, path: Path, value: object) -> None:
         """Adds a pickled object. Raises UnsupportedError if `emit` cannot write it."""
-        self._add(path, self._append(torch_zip.skeleton_of(value, []))[0])
+        self._add(path, self._append(torch_zip.skeleton_of(value, [])))
 
     def again(self, path: Path, known: Path) -> None:
         """Adds an item with the value and place of an earlier one."""
@@ -122,7 +117,7 @@ class DcpWriter:
 
     def values(self, paths: Iterable[Path], value: object) -> None:
         """Adds the same pickled object several times, with one place."""
-        place = self._append(torch_zip.skeleton_of(value, []))[0]
+        place = self._append(torch_zip.skeleton_of(value, []))
         for path in paths:
             self._add(path, place)
 
@@ -130,10 +125,10 @@ class DcpWriter:
         self._paths[join_path(path)] = path
         self._items[join_path(path)] = item
 
-    def _append(self, skeleton: Skeleton) -> tuple[ItemPlace, _DataFile]:
+    def _append(self, skeleton: Skeleton) -> ItemPlace:
         if not self._files or (self._files[-1].size and self._files[-1].size + skeleton.size > self.max_file_bytes):
             self._files.append(_DataFile(f"__0_{len(self._files)}.distcp", 0, [], []))
-        return self._files[-1].append(skeleton), self._files[-1]
+        return self._files[-1].append(skeleton)
 
     def finish(self) -> Plan:
         """The plan of the files, in the order of their bytes."""
@@ -145,10 +140,9 @@ class DcpWriter:
         ]
         files.append(literal_file(f"{self.directory}.metadata", metadata_file(self._items, self._paths)))
         pairs: list[Pair] = []
-        for laid in self._tensors:
-            fragments = tuple(Fragment(stores[file.path], at, start, count) for file, at, start, count in laid.runs)
-            entry = laid.source
-            pairs.append((entry, replace(entry, dtype=laid.dtype, fragments=fragments, replicas=())))
+        for source, dtype, runs in self._tensors:
+            fragments = tuple(Fragment(stores[file], at, start, count) for file, at, start, count in runs)
+            pairs.append((source, replace(source, dtype=dtype, fragments=fragments, replicas=())))
         return Plan(tuple(files), pairs)
 
 

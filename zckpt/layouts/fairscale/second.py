@@ -25,6 +25,7 @@ from zckpt.layouts.save.second import (
     SecondLook,
     Shape,
     Slice,
+    VectorPart,
     as_number,
     as_sequence,
     cut_evenly,
@@ -54,30 +55,22 @@ class _Stored(NamedTuple):
 
     Attributes:
         shapes: of what lies in the vector, in order.
-        vectors: state (empty for the weight) -> vector.
+        vector: of the weights.
+        states: name -> vector beside it.
         numel: elements without padding.
         alone: whether it is the rank's own.
         rank: which.
     """
 
     shapes: Mapping[str, Shape]
-    vectors: Mapping[str, TensorRef]
+    vector: TensorRef
+    states: Mapping[str, TensorRef]
     numel: int
     alone: bool
     rank: int
 
 
-class _Held(NamedTuple):
-    """Elements of a vector that are elements of a tensor, from `start` on."""
-
-    state: str
-    ref: TensorRef
-    first: int
-    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
-    start: int
-
-
-Tensors = dict[str, tuple[Shape, list[_Held]]]
+Tensors = dict[str, tuple[Shape, list[VectorPart]]]
 
 
 def find_again(listing: Listing) -> SecondLook:
@@ -96,8 +89,10 @@ def find_again(listing: Listing) -> SecondLook:
         own = sorted((file for file in files if file.part == part), key=lambda file: file.rank)
         for name, (shape, held) in _of_part(own).items():
             names[name] = None if parts > 1 else shape
-            for one in held:
-                runs += hold_slice(name, *one, _slice(name, shape, part, parts))
+            cut = _slice(name, shape, part, parts)
+            for vector, states, first, count, start in held:
+                for state, ref in {"": vector, **states}.items():
+                    runs += hold_slice(name, state, ref, first, count, start, cut)
     return SecondLook(names, runs)
 
 
@@ -117,7 +112,7 @@ def _of_part(files: list[_File]) -> Tensors:
         experts = _experts_in(tensors)
         for name, ref in tensors.items():
             renamed = _renumber_expert(name, file.rank, experts)
-            found.setdefault(renamed, (ref.shape, []))[1].append(_Held("", ref, 0, ref.numel, 0))
+            found.setdefault(renamed, (ref.shape, []))[1].append(VectorPart(ref, {}, 0, ref.numel, 0))
     for ranks in stored.values():
         experts = _experts_in(name for own in stored.values() for name in own[0].shapes)
         for group in [[own] for own in ranks] if ranks[0].alone else [ranks]:
@@ -141,8 +136,8 @@ def _stored_in(file: _File, metadata: Mapping[str, object], tensors: Mapping[str
             pairs = zip(as_sequence(own["names"]), as_sequence(own["shapes"]), strict=True)
             shapes = {f"{home}{name}": _shape(shape) for name, shape in pairs}
             numel = tensors[key].numel - as_number(own["padding"])
-            vectors = {"": tensors[key], **states.get(key, {})}
-            found[key] = _Stored(shapes, vectors, numel, bool(module["no_broadcast_optim_state"]), file.rank)
+            alone = bool(module["no_broadcast_optim_state"])
+            found[key] = _Stored(shapes, tensors[key], states.get(key, {}), numel, alone, file.rank)
     return found
 
 
@@ -184,8 +179,8 @@ def _split_vectors(ranks: list[_Stored], experts: Mapping[str, int], found: Tens
         before = 0
         for own in ranks:
             low, high = max(at, before), min(at + numel, before + own.numel)
-            for state, ref in own.vectors.items() if low < high else ():
-                held.append(_Held(state, ref, low - before, high - low, low - at))
+            if low < high:
+                held.append(VectorPart(own.vector, own.states, low - before, high - low, low - at))
             before += own.numel
         at += numel
     if at != end:

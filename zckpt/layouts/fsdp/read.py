@@ -19,7 +19,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
 
 from zckpt.base import words
 from zckpt.base.errors import OTHER_SAVE, CorruptError, InconsistentError, UnsupportedError, ZckptError
@@ -101,18 +100,10 @@ def _ranks(listing: Listing) -> RankFiles:
     return listing.once("rank files", lambda: RankFiles(listing, _files(listing)))
 
 
-class RankFile(NamedTuple):
-    """One rank's file.
-
-    Attributes:
-        rank: its number.
-        path: for errors.
-        leaves: path -> value of all that it holds; a tensor that was cut may be a `CutTensor`.
-    """
-
-    rank: int
-    path: str
-    leaves: Iterable[tuple[Path, object]]
+RankFile = tuple[int, str, Iterable[tuple[Path, object]]]
+"""One rank's file: the rank, its path for errors, and path -> value of all that it holds; a tensor that was cut may be a
+`CutTensor`.
+"""
 
 
 class RankFiles:
@@ -144,9 +135,9 @@ class RankFiles:
         self._contradiction: ZckptError | None = None
         self._known = KnownFacts()
         there: set[int] = set()
-        for file in files:
-            self._gather(file)
-            there.add(file.rank)
+        for rank, path, values in files:
+            self._gather(rank, path, values)
+            there.add(rank)
         there |= take_lost(listing, self._tensors, optimizer)
         self.world_size = max(len(there), math.prod(self.mesh.values()))
         if missing := sorted(set(range(self.world_size)) - set(there)):
@@ -157,10 +148,9 @@ class RankFiles:
         with suppress(CorruptError), refuse_odd_values(listing):  # then they stay as they are, without names
             self._name_states()
 
-    def _gather(self, held_by: RankFile) -> None:
+    def _gather(self, rank: int, file: str, values: Iterable[tuple[Path, object]]) -> None:
         """Adds what one rank's file holds."""
-        rank, file = held_by.rank, held_by.path
-        for path, value in held_by.leaves:
+        for path, value in values:
             name = join_path(path[1:])
             cut = value if isinstance(value, CutTensor) else cut_tensor(value, name, file, self._known)
             if cut is None and not isinstance(value, TensorRef):
@@ -386,7 +376,7 @@ def _files(listing: Listing) -> Iterator[RankFile]:
         for rank, name in kinds[kind].items():
             root = root_of(listing, name)
             root = {key: value for key, value in root.items() if kind != _MODEL or key not in views}
-            yield RankFile(rank, listing.files[name].path, _walk_values(kind, root, len(kinds)))
+            yield rank, listing.files[name].path, _walk_values(kind, root, len(kinds))
 
 
 def _join_runs(runs: Mapping[int, TensorRef], shape: Shape | None, ranks: int) -> GatheredTensor:

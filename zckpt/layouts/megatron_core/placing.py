@@ -81,10 +81,15 @@ def parts_of(weights: Mapping[str, TensorItem], items: Items) -> list[WeightPart
 
 
 class HeldNumbers:
-    """Reads numbers of parts and vectors, as bytes in a weight's dtype."""
+    """Numbers of parts and vectors, as bytes in a weight's dtype; parts are found by their first ones."""
 
-    def __init__(self, reader: ElementReader) -> None:
+    def __init__(self, reader: ElementReader, parts: Sequence[WeightPart]) -> None:
         self._reader = reader
+        self._by_head: dict[tuple[DType, bytes], list[WeightPart]] = {}
+        for part in parts:
+            head = self.of_part(part, 0, min(_ENDS, part.numel))
+            self._by_head.setdefault((part.dtype, head), []).append(part)
+        self._kinds = sorted({(dtype, len(head) // dtype.itemsize) for dtype, head in self._by_head}, key=str)
 
     def of_part(self, part: WeightPart, start: int, stop: int) -> bytes:
         """Elements [start, stop) of a part."""
@@ -111,6 +116,25 @@ class HeldNumbers:
                 high = min(low + _PART, start + numel)
                 found.update(self._reader.read(Wanted(clip(fragments, low, high, 4), F32, 0, high - low)))
         return found.digest()
+
+    def parts_at(self, vector: BucketVector, start: int) -> list[WeightPart]:
+        """The parts that a vector may hold at an element."""
+        found: list[WeightPart] = []
+        for dtype, length in self._kinds:
+            if start + length > vector.numel:
+                continue
+            head = self.of_vector(vector, dtype, start, start + length)
+            for part in self._by_head.get((dtype, head), ()):
+                stop = start + part.numel
+                if stop > vector.numel:
+                    continue
+                low = max(part.numel - _ENDS, 0)
+                tail = self.of_vector(vector, dtype, start + low, stop)
+                if tail == self.of_part(part, low, part.numel):
+                    found.append(part)
+        if len(found) > 1:
+            found = [part for part in found if self.agree(part, vector, start)]
+        return found
 
 
 _ALIGNED = 64
@@ -141,9 +165,8 @@ def place(
 ) -> PlacedStates:
     """The parameters of vectors, placed by what they hold; `problems` says what was found wrong before."""
     with ElementReader() as reader:
-        numbers = HeldNumbers(reader)
-        index = _Index(parts, numbers)
-        slots = [slot for n, vector in enumerate(vectors) for slot in _slots(n, vector, index, problems)]
+        numbers = HeldNumbers(reader, parts)
+        slots = [slot for n, vector in enumerate(vectors) for slot in _slots(n, vector, numbers, problems)]
         tell_apart(slots, vectors)
         if _share_equals(slots, vectors, numbers):
             tell_apart(slots, vectors)
@@ -166,43 +189,12 @@ def _words(part: WeightPart) -> str:
     return part.name if layer is None or str(layer[1]) in part.name.split(".") else f"{part.name}[{layer[1]}]"
 
 
-class _Index:
-    """Parts by their first numbers."""
-
-    def __init__(self, parts: Sequence[WeightPart], numbers: HeldNumbers) -> None:
-        self._numbers = numbers
-        self._by_head: dict[tuple[DType, bytes], list[WeightPart]] = {}
-        for part in parts:
-            head = numbers.of_part(part, 0, min(_ENDS, part.numel))
-            self._by_head.setdefault((part.dtype, head), []).append(part)
-        self._kinds = sorted({(dtype, len(head) // dtype.itemsize) for dtype, head in self._by_head}, key=str)
-
-    def at(self, vector: BucketVector, start: int) -> list[WeightPart]:
-        """The parts that a vector may hold at an element."""
-        found: list[WeightPart] = []
-        for dtype, length in self._kinds:
-            if start + length > vector.numel:
-                continue
-            head = self._numbers.of_vector(vector, dtype, start, start + length)
-            for part in self._by_head.get((dtype, head), ()):
-                stop = start + part.numel
-                if stop > vector.numel:
-                    continue
-                low = max(part.numel - _ENDS, 0)
-                tail = self._numbers.of_vector(vector, dtype, start + low, stop)
-                if tail == self._numbers.of_part(part, low, part.numel):
-                    found.append(part)
-        if len(found) > 1:
-            found = [part for part in found if self._numbers.agree(part, vector, start)]
-        return found
-
-
-def _slots(number: int, vector: BucketVector, index: _Index, problems: list[str]) -> Iterator[BucketSlot]:
+def _slots(number: int, vector: BucketVector, numbers: HeldNumbers, problems: list[str]) -> Iterator[BucketSlot]:
     """The places of parameters in a vector, in order."""
     starts = {*vector.starts, vector.numel}
     at, lost = 0, -1
     while at < vector.numel:
-        parts = index.at(vector, at)
+        parts = numbers.parts_at(vector, at)
         if any(at + part.numel in starts for part in parts):
             parts = [part for part in parts if at + part.numel in starts]
         if len({part.numel for part in parts}) > 1:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
 from zckpt.containers import TensorRef, list_at, mapping_at
@@ -52,20 +51,15 @@ class Masters:
     problems: tuple[str, ...] = ()
 
 
-class _Way(NamedTuple):
-    """One way in which a version lays parameters into buckets."""
-
-    aligned: int
-    moves: bool
-    """Whether a parameter that begins a bucket because it is shared begins where the padded bucket before it ends."""
-
-
-_WAYS = (_Way(_ALIGNED, True), _Way(_ALIGNED, False), _Way(1, True), _Way(1, False))
+_WAYS = ((_ALIGNED, True), (_ALIGNED, False), (1, True), (1, False))
+"""The ways in which versions lay parameters into buckets: the multiple at which each begins, and whether one that begins a
+bucket because it is shared begins where the padded bucket before it ends.
+"""
 
 
 def masters_of(
     rank: TensorsOfRank, optimizer: object, args: Mapping[str, object], reader: ElementReader
-) -> Masters | None:
+) -> Masters | str:
     """The masters of a rank, proved against its weights.
 
     Args:
@@ -75,7 +69,8 @@ def masters_of(
         reader: for the proof.
 
     Returns:
-        None if they cannot be named; no masters where the rank has none.
+        No masters where the rank has none. If they cannot be named, what is of different parameters in its file, as clauses;
+        none where nothing is.
     """
     if optimizer is None:
         return _of_groups(rank, reader)
@@ -88,8 +83,8 @@ def masters_of(
         if state is None:
             continue
         own = _of_vectors(rank, state, args, reader, bool(at) if has_experts else None)
-        if own is None:
-            return None
+        if isinstance(own, str):
+            return own
         found.update(own.states)
         problems += own.problems
         for name, pads in own.padding.items():
@@ -102,18 +97,18 @@ def masters_of(
 
 def _of_vectors(
     rank: TensorsOfRank, state: object, args: Mapping[str, object], reader: ElementReader, experts: bool | None
-) -> Masters | None:
+) -> Masters | str:
     """The masters in vectors, see [Note: buckets]; `experts`: whether these are the parameters of experts, or the
-    others; None for both.
+    others; None for both. Otherwise as `masters_of`.
     """
     if not isinstance(state, Mapping) or not state.get("buckets_coalesced"):
-        return None
+        return ""
     vectors = [
         vector for _, own in sorted((k, v) for k, v in state.items() if type(k) is int) for vector in _items(own)
     ]
     buffers = list(_buffers(rank, experts))
     if len(vectors) != len(buffers):
-        return None
+        return ""
     found: dict[int, Mapping[str, tuple[Fragment, ...]]] = {}
     padding: dict[str, tuple[Padding, ...]] = {}
     problems: list[str] = []
@@ -121,7 +116,7 @@ def _of_vectors(
         refs = {name: ref for name, ref in vector.items() if isinstance(ref, TensorRef) and ref.shape}
         master = refs.get("param")
         if master is None or dtype not in list_at(key) or not _is_vector(master, master):
-            return None
+            return ""
         odd = [name for name, ref in refs.items() if not _is_vector(ref, master)]
         for name in odd:
             problems.append(_unlike(name, refs.pop(name), master))
@@ -129,9 +124,9 @@ def _of_vectors(
         laid = (_starts(rank, members, way, size, args) for way in _WAYS)
         proved = next((each for each in laid if _is_proved(rank, each, master, reader)), None)
         if proved is None and odd:  # one of the two is cut, and it may be the masters
-            raise ContradictionError("; ".join(problems))
+            return "; ".join(problems)
         if proved is None:
-            return None
+            return ""
         starts, _ = proved
         for index, start in starts.items():
             numel = rank.tensors[index].ref.numel
@@ -140,10 +135,6 @@ def _of_vectors(
             gaps = tuple(_run(ref, start, numel)[0] for start, numel in _gaps(rank, starts, ref.numel))
             padding[name] = (*padding.get(name, ()), *([Padding(ref.dtype, gaps)] if gaps else []))
     return Masters(found, padding, tuple(problems))
-
-
-class ContradictionError(Exception):
-    """The vectors of one optimizer file are of different parameters."""
 
 
 def _unlike(name: str, ref: TensorRef, master: TensorRef) -> str:
@@ -197,10 +188,10 @@ def _data_parallel(args: Mapping[str, object]) -> int:
 
 
 def _starts(
-    rank: TensorsOfRank, members: Sequence[int], way: _Way, size: int | None, args: Mapping[str, object]
+    rank: TensorsOfRank, members: Sequence[int], way: tuple[int, bool], size: int | None, args: Mapping[str, object]
 ) -> tuple[dict[int, int], int]:
     """Parameter -> the element of the vector at which it begins, and the vector's length; see [Note: buckets]."""
-    ranks = _data_parallel(args)
+    (aligned, moves), ranks = way, _data_parallel(args)
     padded = math.lcm(ranks, 128) if not args.get("ddp_pad_buckets_for_high_nccl_busbw") else math.lcm(ranks, 1 << 16)
     shared = _is_shared(args)
     starts: dict[int, int] = {}
@@ -210,14 +201,14 @@ def _starts(
     is_empty = True
     for index in reversed(members):
         held, numel = rank.tensors[index], rank.tensors[index].ref.numel
-        at += -at % way.aligned
+        at += -at % aligned
         alone = shared and held.local.endswith(_SHARED)
         if alone:
-            if not way.moves and at % ranks:
+            if not moves and at % ranks:
                 at += -at % padded
             if not is_empty:
                 behind, bucket = behind + at - bucket, at + -at % padded
-                at = bucket if way.moves else at
+                at = bucket if moves else at
         starts[index] = behind + at - bucket
         at += numel
         is_empty = False
@@ -260,8 +251,8 @@ def _agree(held: RankTensor, fragments: tuple[Fragment, ...], reader: ElementRea
 # ---- groups ---------------------------------------------------------------------------------------------------------
 
 
-def _of_groups(rank: TensorsOfRank, reader: ElementReader) -> Masters | None:
-    """The masters in lists; see [Note: groups]."""
+def _of_groups(rank: TensorsOfRank, reader: ElementReader) -> Masters | str:
+    """The masters in lists, see [Note: groups]; otherwise as `masters_of`."""
     states = optimizers_in(rank.root)
     found: dict[int, Mapping[str, tuple[Fragment, ...]]] = {}
     problems: list[str] = []
@@ -270,7 +261,7 @@ def _of_groups(rank: TensorsOfRank, reader: ElementReader) -> Masters | None:
     for state, groups in lists:
         facts = group_facts(state)
         if groups and len(facts) != len(groups):
-            return None
+            return ""
         for own, refs in zip(facts, groups):
             members = [
                 index
@@ -281,12 +272,12 @@ def _of_groups(rank: TensorsOfRank, reader: ElementReader) -> Masters | None:
             ]
             refs_here = [ref for ref in list_at(refs) if isinstance(ref, TensorRef)]
             if [ref.shape for ref in refs_here] != [rank.tensors[index].ref.shape for index in members]:
-                return None
+                return ""
             moments = _moments(state, own, refs_here, problems)
             for index, ref, beside in zip(members, refs_here, moments, strict=True):
                 found[index] = {"param": ref.fragments(), **beside}
     if any(not _agree(rank.tensors[index], own["param"], reader) for index, own in found.items()):
-        return None
+        return ""
     return Masters(found, problems=tuple(problems))
 
 

@@ -26,7 +26,7 @@ from zckpt.layouts.joining.rules import FileRules, check_loads, rules_of_file, u
 from zckpt.layouts.joining.slices import Joint, join, join_along, join_replicas, parts
 from zckpt.layouts.megatron_legacy import files
 from zckpt.layouts.megatron_legacy.files import ModelRank
-from zckpt.layouts.megatron_legacy.masters import ContradictionError, Masters, masters_of
+from zckpt.layouts.megatron_legacy.masters import Masters, masters_of
 from zckpt.layouts.megatron_legacy.stages import RankTensor, TensorsOfRank, tensors_of
 from zckpt.layouts.save.listing import Listing
 from zckpt.layouts.save.module_states import Shape, root_of, views_of
@@ -91,12 +91,10 @@ class LegacySave:
         with ElementReader() as reader:
             for held in self.tensors:
                 name = f"{self.ranks[held.rank]}/distrib_optim.pt"
-                try:
-                    optimizer = (self.listing.open(name).root or ()) if name in self.listing.files else None
-                    own = masters_of(held, optimizer, self.args, reader)
-                except ContradictionError as error:
-                    own, contradiction = None, str(error)
-                if own is None:
+                optimizer = (self.listing.open(name).root or ()) if name in self.listing.files else None
+                own = masters_of(held, optimizer, self.args, reader)
+                if isinstance(own, str):
+                    contradiction = own or contradiction
                     unnamed.append(name if name in self.listing.files else self.ranks[held.rank])
                     continue
                 found[held.rank] = own

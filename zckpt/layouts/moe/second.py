@@ -28,6 +28,7 @@ from zckpt.layouts.save.second import (
     HeldRun,
     SecondLook,
     Shape,
+    VectorPart,
     as_sequence,
     fields_of,
     hold_box,
@@ -38,7 +39,6 @@ from zckpt.layouts.save.second import (
 from zckpt.layouts.zero.second import (
     FILE,
     RankTensors,
-    VectorPart,
     add_frozen,
     add_module,
     cut_line,

@@ -8,7 +8,6 @@ the keys in DeepSpeed's files alone. Catalogs themselves check that nothing is r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 from zckpt.base.errors import OTHER_SAVE, InconsistentError
 from zckpt.containers import TensorRef, list_at, mapping_at
@@ -20,18 +19,10 @@ _MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_
 _WRAPPED = ("base_optimizer_state", "optimizer_state_dict")
 
 
-class _Vector(NamedTuple):
-    """A tensor of an optimizer file that holds elements of parameters.
-
-    Attributes:
-        ref: the tensor.
-        what: it is, for errors.
-        rank: data- and model-parallel rank of the file.
-    """
-
-    ref: TensorRef
-    what: str
-    rank: tuple[int, int]
+_Vector = tuple[TensorRef, str, tuple[int, int]]
+"""A tensor of an optimizer file that holds elements of parameters; what it is, for errors; data- and model-parallel rank
+of the file.
+"""
 
 
 def _span(ref: TensorRef) -> ByteSpan:
@@ -51,7 +42,7 @@ def masters_in(listing: Listing) -> Iterator[_Vector]:
             for number, held in enumerate(list_at(state, key)):
                 for ref in list_at(held) or [held]:
                     if isinstance(ref, TensorRef):
-                        yield _Vector(ref, f"group {number} of {key!r}", rank)
+                        yield ref, f"group {number} of {key!r}", rank
 
 
 def states_in(listing: Listing) -> Iterator[_Vector]:
@@ -62,7 +53,7 @@ def states_in(listing: Listing) -> Iterator[_Vector]:
         for number, own in held.items() if isinstance(held, Mapping) else enumerate(list_at(held)):
             for key, value in mapping_at(own).items():
                 if isinstance(value, TensorRef) and value.shape:
-                    yield _Vector(value, f"{key!r} of group {number}", rank)
+                    yield value, f"{key!r} of group {number}", rank
 
 
 def _shards(listing: Listing) -> Iterator[tuple[tuple[int, int], Mapping[str, object]]]:
@@ -74,10 +65,9 @@ def _shards(listing: Listing) -> Iterator[tuple[tuple[int, int], Mapping[str, ob
             yield (int(found["dp"]), int(found["mp"])), state
 
 
-def _in_place_of(vector: _Vector, listing: Listing, claims: Claims) -> TensorRef:
+def _in_place_of(ref: TensorRef, rank: tuple[int, int], listing: Listing, claims: Claims) -> TensorRef:
     """All of the swap file that has the elements of a vector; the vector if there is none, or if an earlier run left it."""
-    ref = vector.ref
-    name = listing.swap_file(*vector.rank, label) if (label := label_of(ref)) else ""
+    name = listing.swap_file(*rank, label) if (label := label_of(ref)) else ""
     if name not in listing.files or (ref.numel and next(claims.unused([_span(ref)]), None) is None):
         return ref
     store = listing.files[name].store()
@@ -86,22 +76,22 @@ def _in_place_of(vector: _Vector, listing: Listing, claims: Claims) -> TensorRef
 
 def check(listing: Listing, vectors: Iterable[_Vector], claims: Claims) -> None:
     """Makes sure that all elements of vectors are used. Raises InconsistentError if some are not."""
-    found: dict[ByteSpan, _Vector] = {}
+    found: dict[ByteSpan, tuple[TensorRef, str]] = {}
     is_swapped = bool(listing.matching(SWAP_NAME))
-    for vector in vectors:
-        ref = _in_place_of(vector, listing, claims) if is_swapped else vector.ref
+    for vector, what, rank in vectors:
+        ref = _in_place_of(vector, rank, listing, claims) if is_swapped else vector
         if ref.numel:
-            found[_span(ref)] = vector._replace(ref=ref)
+            found[_span(ref)] = ref, what
     gap = next(claims.unused(found), None)
     if gap is None:
         return
     span = next(s for s in found if s.store is gap.store and s.start <= gap.start and gap.stop <= s.stop)
-    vector = found[span]
-    first, stop = ((at - span.start) // vector.ref.dtype.itemsize for at in (gap.start, gap.stop))
+    ref, what = found[span]
+    first, stop = ((at - span.start) // ref.dtype.itemsize for at in (gap.start, gap.stop))
     raise InconsistentError(
         "holds elements of an optimizer that no parameter has",
         file=span.store.path if hasattr(span.store, "path") else "",
-        found=f"elements {first:,}-{stop - 1:,} of {vector.what} ({vector.ref.numel:,} elements) that no tensor uses",
+        found=f"elements {first:,}-{stop - 1:,} of {what} ({ref.numel:,} elements) that no tensor uses",
         expected="only elements of parameters, and padding that the layout has",
         remedy=OTHER_SAVE,
     )

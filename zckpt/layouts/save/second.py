@@ -72,6 +72,16 @@ class BesideMaster(NamedTuple):
     held: TensorRef
 
 
+class VectorPart(NamedTuple):
+    """Elements of a vector, and of the states beside it, that are elements from `start` on of a tensor."""
+
+    vector: TensorRef
+    state: Mapping[str, TensorRef]
+    first: int
+    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
+    start: int
+
+
 @dataclass(frozen=True, slots=True)
 class SecondLook:
     """What a second reader found.

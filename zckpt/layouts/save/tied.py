@@ -20,7 +20,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import ZckptError
 from zckpt.base.patterns import compile_late
 from zckpt.base.words import examples
@@ -48,25 +47,15 @@ _OLD = "language_model."
 """The prefix of the text model in vision models before transformers 4.52; it had a head of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What is known of transformers' classes.
-
-    Attributes:
-        tied: model type -> whether its weights are tied if its config says nothing.
-        weights: class -> name of a tensor -> the tensor that it is, if the weights are tied.
-    """
-
-    tied: Mapping[str, bool]
-    weights: Mapping[str, Mapping[str, str]]
-
-
 @functools.cache
-def _read_table() -> _Known:
+def _read_table() -> tuple[Mapping[str, bool], Mapping[str, Mapping[str, str]]]:
+    """Model type -> whether its weights are tied if its config says nothing; and class -> name of a tensor -> the tensor
+    that it is, if the weights are tied.
+    """
     with open(_TABLE, encoding="utf-8") as file:
         said = json.load(file)
     tied = {**dict.fromkeys(said["tied"], True), **dict.fromkeys(said["apart"], False)}
-    return _Known(tied, {name: weights for weights, names in said["weights"] for name in names})
+    return tied, {name: weights for weights, names in said["weights"] for name in names}
 
 
 def is_tied(config: Mapping[str, object]) -> bool | None:
@@ -89,14 +78,15 @@ def _is_tied(config: Mapping[str, object]) -> bool | None:
     value, kind = config.get(KEY), config.get("model_type")
     if isinstance(value, bool):
         return value
-    return _read_table().tied.get(kind) if isinstance(kind, str) else None
+    tied, _ = _read_table()
+    return tied.get(kind) if isinstance(kind, str) else None
 
 
 def _weights(config: Mapping[str, object]) -> tuple[str, Mapping[str, str]]:
     """A model's class, and its tensors that may be another tensor."""
     names = config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    return name, _read_table().weights.get(name, {})
+    return name, _read_table()[1].get(name, {})
 
 
 def heads_of(config: Mapping[str, object], embedding: str) -> tuple[str, ...]:

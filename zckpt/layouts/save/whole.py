@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from zckpt.base.errors import IncompleteError
 from zckpt.base.patterns import compile_late
@@ -33,22 +32,6 @@ modeling_utils.py.
 """
 
 
-class _Comparison(NamedTuple):
-    """The differences between a save and the model of the config beside it.
-
-    Attributes:
-        shapes: of the model's parameters.
-        short: tensors that lack rows.
-        lacking: those that are not there.
-        why: why the config proves nothing, as a clause; empty where it does.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    short: Sequence[str] = ()
-    lacking: Sequence[str] = ()
-    why: str = ""
-
-
 def prove_by_config(catalog: Catalog, listing: Listing, *, as_part: bool = False) -> Catalog:
     """The catalog with the evidence of a config.json in the save or beside it; the same catalog where it proves nothing.
 
@@ -67,20 +50,20 @@ def prove_by_config(catalog: Catalog, listing: Listing, *, as_part: bool = False
     if evidence.lacks and not evidence.left_out:  # as its zckpt.json says
         return _with_note(catalog, evidence)
     found = _compare_with_config(catalog, listing)
-    if found is None or found.why:
+    if isinstance(found, str):
         if evidence.level != "unknown":
             return catalog
-        why = "" if found is None or evidence.left_out else f"{found.why}, so the config.json beside it does not tell"
+        why = f"{found}, so the config.json beside it does not tell" if found and not evidence.left_out else ""
         return _with_note(catalog, evidence._replace(by=why, missing="") if why else evidence)
-    if evidence.left_out and not found.short and (lacking := sorted({*found.lacking, *evidence.lacks})):
-        return _with_note(catalog, evidence._replace(lacks=tuple(lacking)))
-    if not found.short and not found.lacking:
+    shapes, short, lacking = found
+    if evidence.left_out and not short and (left_out := sorted({*lacking, *evidence.lacks})):
+        return _with_note(catalog, evidence._replace(lacks=tuple(left_out)))
+    if not short and not lacking:
         return catalog if evidence.complete else replace(catalog, evidence=Evidence("shapes", _BY_CONFIG))
     if as_part or evidence.level == "metadata":  # all that was saved is here: the model was saved without it
-        return _with_note(catalog, Evidence("unknown", _BY_CONFIG, lacks=(*found.short, *found.lacking)))
-    short = found.short[0] if found.short else ""
+        return _with_note(catalog, Evidence("unknown", _BY_CONFIG, lacks=(*short, *lacking)))
     remedy = _AS_PART if catalog.source.layout == "plain" else _OTHER_RANKS
-    raise missing_elements(listing, short, found.shapes, found.lacking, _BY_CONFIG, remedy)
+    raise missing_elements(listing, short[0] if short else "", shapes, lacking, _BY_CONFIG, remedy)
 
 
 def find_left_out(catalog: Catalog, listing: Listing) -> Catalog:
@@ -102,9 +85,14 @@ def find_left_out(catalog: Catalog, listing: Listing) -> Catalog:
     return surely
 
 
-def _compare_with_config(catalog: Catalog, listing: Listing) -> _Comparison | None:
-    """The comparison of a save with the config beside it; None if there is no config, or its model is unknown or
-    another one.
+def _compare_with_config(
+    catalog: Catalog, listing: Listing
+) -> tuple[Mapping[str, tuple[int, ...]], list[str], list[str]] | str:
+    """The comparison of a save with the config beside it: the shapes of the model's parameters, the tensors that lack rows,
+    and those that are not there.
+
+    Why the config proves nothing, as a clause, where it does not; an empty one if there is no config, or its model is unknown
+    or another one.
     """
     entries = {own_name(name): entry for name, entry in catalog.tensors.items()}
     entries |= {own_name(dropped): catalog.tensors[kept] for dropped, kept in catalog.aliases.items()}
@@ -113,19 +101,19 @@ def _compare_with_config(catalog: Catalog, listing: Listing) -> _Comparison | No
     found = sorted(known.keys() & entries.keys())
     is_plain = catalog.source.layout == "plain"
     if not found or 2 * len(found) < min(len(known), len(entries) if is_plain else len(known)):
-        return None
+        return ""
     if odd := next((name for name in found if entries[name].dtype.kind not in ("float", "complex")), ""):
-        return _Comparison(known, why=f"{odd!r} is packed")
+        return f"{odd!r} is packed"
     differ = [name for name in found if entries[name].shape != known[name]]
     lacking = sorted(known.keys() - entries.keys())
     short = [name for name in differ if is_short(entries[name].shape, known[name])]
     if lacking and all(map(_END.search, lacking)) and (entries.keys() - known.keys() or "pooler" in lacking[0]):
-        return _Comparison(known, why=f"the weights have no {lacking[0]!r}, and may be of another class")
+        return f"the weights have no {lacking[0]!r}, and may be of another class"
     if is_plain and differ and all(name.endswith((*EMBEDDINGS, *HEADS)) for name in differ):
-        return _Comparison(known, why=f"{differ[0]!r} has another number of rows")
+        return f"{differ[0]!r} has another number of rows"
     if len(differ) > len(short):  # of another size: the config is not this model's
-        return _Comparison(known, why=f"{next(name for name in differ if name not in short)!r} has another shape")
-    return _Comparison(known, short, lacking)
+        return f"{next(name for name in differ if name not in short)!r} has another shape"
+    return known, short, lacking
 
 
 def _shapes_of_config(

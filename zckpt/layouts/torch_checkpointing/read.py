@@ -179,7 +179,7 @@ class _Save:
             if missing := sorted(rank for rank, where in there.items() if not where.is_file()):
                 raise missing_ranks(self.listing, item, sorted(wanted - {*missing}), missing, self.world_size)
             for rank in sorted(wanted):
-                yield RankFile(rank, there[rank].path, self._leaves(item, said, rank, *places[rank]))
+                yield rank, there[rank].path, self._leaves(item, said, rank, *places[rank])
 
     # -- the metadata ------------------------------------------------------------------------------------------------
 

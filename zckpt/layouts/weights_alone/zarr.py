@@ -102,7 +102,7 @@ def parse(data: bytes, file: str, name: str) -> ZarrGrid:
             raise ValueError(f"chunks {brief(grid.inner)} in chunks {brief(grid.chunk)}")
         if max(math.prod(grid.shape), math.prod(grid.chunk) * grid.dtype.itemsize) > MAX_NUMBER:
             raise ValueError(f"shape {brief(grid.shape)}")
-    except _Unread as error:
+    except NotImplementedError as error:
         raise UnsupportedError(
             f"array {name!r} is stored in a way that zckpt does not read", file=file, found=str(error),
             expected="little-endian numbers in row-major order, as they are or in zstd", remedy=_AGAIN,
@@ -115,16 +115,13 @@ def parse(data: bytes, file: str, name: str) -> ZarrGrid:
     return grid
 
 
-class _Unread(Exception):
-    """A way of storing that is not read."""
-
-
 def _parse_v2(said: Mapping[str, object]) -> ZarrGrid:
+    """The array, by metadata of version 2. Raises NotImplementedError for a way of storing that is not read."""
     packed = said["compressor"]
     if isinstance(packed, dict) and packed.get("id") != "zstd":
-        raise _Unread(f"compressed by {brief(packed.get('id'))}")
+        raise NotImplementedError(f"compressed by {brief(packed.get('id'))}")
     if said["zarr_format"] != 2 or said.get("order") != "C" or said.get("filters"):
-        raise _Unread(f"order {brief(said.get('order'))}, filters {brief(said.get('filters'))}")
+        raise NotImplementedError(f"order {brief(said.get('order'))}, filters {brief(said.get('filters'))}")
     chunk = _shape(said["chunks"], least=1)
     separator = said.get("dimension_separator", ".")
     if separator not in (".", "/"):
@@ -133,13 +130,14 @@ def _parse_v2(said: Mapping[str, object]) -> ZarrGrid:
 
 
 def _parse_v3(said: Mapping[str, object]) -> ZarrGrid:
+    """As `_parse_v2`, of version 3."""
     grid = _object(said["chunk_grid"])
     if said["zarr_format"] != 3 or grid["name"] != "regular" or said.get("storage_transformers"):
-        raise _Unread(f"a grid {brief(grid.get('name'))}")
+        raise NotImplementedError(f"a grid {brief(grid.get('name'))}")
     chunk = inner = _shape(_object(grid["configuration"])["chunk_shape"], least=1)
     encoding = _object(said["chunk_key_encoding"])
     if encoding["name"] not in ("default", "v2"):
-        raise _Unread(f"names of chunks {brief(encoding['name'])}")
+        raise NotImplementedError(f"names of chunks {brief(encoding['name'])}")
     is_default = encoding["name"] == "default"
     separator = _object(encoding.get("configuration") or {}).get("separator", "/" if is_default else ".")
     codecs, begin, index_first = _list(said["codecs"]), "c" if is_default else "", False
@@ -148,16 +146,16 @@ def _parse_v3(said: Mapping[str, object]) -> ZarrGrid:
         if len(codecs) > 1 or not is_default or [_object(one)["name"] for one in _list(how["index_codecs"])] not in (
             ["bytes", "crc32c"], ["bytes"],
         ):  # fmt: skip
-            raise _Unread("chunks in chunks that are compressed again")
+            raise NotImplementedError("chunks in chunks that are compressed again")
         inner, codecs, begin = _shape(how["chunk_shape"], least=1), _list(how["codecs"]), "shard"
         index_first = how.get("index_location") == "start"
         if len(_list(how["index_codecs"])) == 1:
-            raise _Unread("places of chunks without a checksum")
+            raise NotImplementedError("places of chunks without a checksum")
     names = [_object(one)["name"] for one in codecs]
     if names not in (["bytes"], ["bytes", "zstd"]):
-        raise _Unread(f"codecs {', '.join(map(brief, names))}")
+        raise NotImplementedError(f"codecs {', '.join(map(brief, names))}")
     if _object(_object(codecs[0]).get("configuration") or {}).get("endian", "little") != "little":
-        raise _Unread("big-endian numbers")
+        raise NotImplementedError("big-endian numbers")
     if separator not in (".", "/"):
         raise ValueError(f"separator {brief(separator)}")
     return ZarrGrid(
@@ -193,5 +191,5 @@ def _shape(value: object, least: int = 0) -> Shape:
 
 def _dtype(value: object) -> DType:
     if not isinstance(value, str) or value not in _NAMES:
-        raise _Unread(f"numbers of type {brief(value)}")
+        raise NotImplementedError(f"numbers of type {brief(value)}")
     return _NAMES[value]

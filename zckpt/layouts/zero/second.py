@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
 from zckpt.containers import TensorRef
@@ -26,6 +25,7 @@ from zckpt.layouts.save.second import (
     SecondLook,
     Shape,
     StoredRows,
+    VectorPart,
     as_sequence,
     hold_elements,
     hold_whole,
@@ -45,16 +45,6 @@ _FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups_fla
 
 Line = Sequence[tuple[TensorRef, Mapping[str, TensorRef]]]
 """Vectors, each with the states that belong to it."""
-
-
-class VectorPart(NamedTuple):
-    """Elements of a vector, and of the states beside it, that are elements from `start` on of a tensor."""
-
-    vector: TensorRef
-    state: Mapping[str, TensorRef]
-    first: int
-    count: int  # type: ignore[assignment]  # tuple's method of this name is not needed
-    start: int
 
 
 @dataclass(slots=True)
