@@ -67,7 +67,7 @@ def read_both(
     sums = [sums_of(own) for own in files]
     copies = _copies(state, pairs) if not state.whole else {}
     try:
-        found = derived_again(
+        found, confirmed = derived_again(
             pairs, {n: replicas for n, (_, replicas) in copies.items()}, [*sums[0], *sums[1]],
             clamp=clamp, progress=progress, **pace,
         )  # fmt: skip
@@ -76,7 +76,7 @@ def read_both(
         add_output(state, output, converted)
         check_compared(state, held, pace, progress)
         return differences(pairs, clamp=clamp, threads=pace["threads"], bytes_per_s=pace["bytes_per_s"])
-    confirmed, first = found.confirmed, len(sums[0])
+    first = len(sums[0])
     read = [
         Done(
             {n - at: parts for n, parts in confirmed.crcs.items() if at <= n < at + len(own)},
@@ -84,19 +84,19 @@ def read_both(
         )
         for at, own, these in ((0, sums[0], files[0]), (first, sums[1], files[1]))
     ]
-    total = found.nbytes
+    total = confirmed.nbytes
     total += check_bytes(output, pace, progress_after(progress, total), read=read[0])
     add_output(state, output, converted)
     statistics = {
         name: [_statistics(pairs[n][0], confirmed.copies.get((n, copy))) for copy in range(len(replicas))]
         for n, (name, replicas) in copies.items()
-        if n in found.copied
+        if n in confirmed.copied
     }
     total += check_compared(state, held, pace, progress_after(progress, total), read[1], statistics)
     if watch is not None:
         watch.expect(done + total)
         watch(done + total)
-    return found.differences
+    return found
 
 
 def _copies(

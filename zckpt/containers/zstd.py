@@ -60,7 +60,7 @@ class Decompressor:
     def __init__(self, read: Callable[[int, int], bytes], file: str, what: str, remedy: str = COPY_AGAIN) -> None:
         self._file, self._what, self._remedy = file, what, remedy
         source = _Source(read)
-        self._stream: Any = _native_reader(source) or _packaged_reader(source)
+        self._read_some: Callable[[int], bytes] = _native_reader(source) or _packaged_reader(source)
 
     def take(self, nbytes: int) -> bytes:
         """Exactly the next `nbytes` bytes. Raises CorruptError if the frame is damaged or ends before."""
@@ -93,7 +93,7 @@ class Decompressor:
     def some(self, nbytes: int) -> bytes:
         """At most the next `nbytes` bytes, and none only at the end; errors as in `take`."""
         try:
-            data: bytes = self._stream.read(nbytes)
+            data = self._read_some(nbytes)
         except (OSError, CorruptError):
             raise
         except Exception as error:  # each package has an error of its own
@@ -127,23 +127,6 @@ class _Source:
         return data
 
 
-class _NativeReader:
-    """A frame read by Python's own package."""
-
-    def __init__(self, stream: Any, source: _Source) -> None:
-        self._stream, self._source = stream, source
-
-    def read(self, nbytes: int) -> bytes:
-        while not self._stream.eof:
-            data = self._source.read(_READ_BYTES) if self._stream.needs_input else b""
-            if self._stream.needs_input and not data:
-                break
-            made: bytes = self._stream.decompress(data, nbytes)
-            if made:
-                return made
-        return b""
-
-
 def _missing() -> UnsupportedError:
     return UnsupportedError(
         "what is compressed with zstd needs the package zstandard, which is not installed",
@@ -169,17 +152,31 @@ def _packaged_compressor(nbytes: int) -> Any:
     return zstandard.ZstdCompressor(level=LEVEL).compressobj(size=nbytes)
 
 
-def _native_reader(source: _Source) -> Any:
+def _native_reader(source: _Source) -> Callable[[int], bytes] | None:
+    """What reads a frame by Python's own package: gives at most so many bytes, none at its end; None without the package."""
     try:
         from compression import zstd
     except ImportError:
         return None
-    return _NativeReader(zstd.ZstdDecompressor(), source)
+    stream: Any = zstd.ZstdDecompressor()
+
+    def read(nbytes: int) -> bytes:
+        while not stream.eof:
+            data = source.read(_READ_BYTES) if stream.needs_input else b""
+            if stream.needs_input and not data:
+                break
+            made: bytes = stream.decompress(data, nbytes)
+            if made:
+                return made
+        return b""
+
+    return read
 
 
-def _packaged_reader(source: _Source) -> Any:
+def _packaged_reader(source: _Source) -> Callable[[int], bytes]:
+    """As `_native_reader`, by the package `zstandard`. Raises UnsupportedError without it."""
     try:
         import zstandard
     except ImportError as error:
         raise _missing() from error
-    return zstandard.ZstdDecompressor().stream_reader(cast(Any, source), read_size=_READ_BYTES)
+    return zstandard.ZstdDecompressor().stream_reader(cast(Any, source), read_size=_READ_BYTES).read

@@ -10,7 +10,6 @@ from itertools import count, starmap
 from operator import itemgetter
 
 from zckpt.base.dataclass import dataclass
-from zckpt.core.catalog import TensorEntry
 from zckpt.core.fragments import ComputedStore
 from zckpt.core.plan import Move, OutputFile, Plan
 from zckpt.core.recipes import DerivedStore
@@ -80,9 +79,12 @@ class Batch:
 
     def packed(self, descriptors: Sequence[tuple[int, int]]) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes]:
         """The structs of `csrc/mover.h`: stores, moves, literals, ranges, the literals' bytes, terms and pieces."""
-        folds = _Folds(self.numbers)
+        terms: list[bytes] = []
+        pieces: list[bytes] = []
         stores = b"".join(
-            folds.pack(store) if isinstance(store, DerivedStore) else packed_store(store, fds)
+            _pack_fold(store, self.numbers, terms, pieces)
+            if isinstance(store, DerivedStore)
+            else packed_store(store, fds)
             for store, fds in zip(self.stores, descriptors, strict=True)
         )
         moves = b"".join(starmap(_pack_move, self.moves))
@@ -91,35 +93,23 @@ class Batch:
             literals += _LITERAL.pack(number, 0, offset, len(part), len(data))
             data += part
         ranges = packed_ranges(self.ranges)
-        return stores, moves, bytes(literals), ranges, bytes(data), b"".join(folds.terms), b"".join(folds.pieces)
+        return stores, moves, bytes(literals), ranges, bytes(data), b"".join(terms), b"".join(pieces)
 
 
-class _Folds:
-    """What an engine computes while it reads: the terms of stores, and where their elements lie. `numbers`: id of a
-    store -> its number in the batch.
+def _pack_fold(store: DerivedStore, numbers: Mapping[int, int], terms: list[bytes], pieces: list[bytes]) -> bytes:
+    """The struct of a store that an engine computes while it reads; its terms, and where their elements lie, are added.
+    `numbers`: id of a store -> its number in the batch.
     """
-
-    def __init__(self, numbers: Mapping[int, int]) -> None:
-        self.terms: list[bytes] = []
-        self.pieces: list[bytes] = []
-        self._numbers = numbers
-
-    def pack(self, store: DerivedStore) -> bytes:
-        """The struct of a store's terms and pieces."""
-        first, inputs = len(self.terms), store.recipe.inputs
-        for entry, (how, a, b, product) in zip(inputs, store.steps, strict=True):
-            begin = len(self.pieces)
-            self.pieces += self._pieces(entry)
-            rank, *shape = product
-            self.terms.append(_TERM.pack(how, rank, begin, len(self.pieces) - begin, a, b, *shape))
-        return _STORE.pack(_FOLDED, -1, first, len(inputs))
-
-    def _pieces(self, entry: TensorEntry) -> Iterator[bytes]:
-        dtype = entry.dtype
+    first, inputs = len(terms), store.recipe.inputs
+    for entry, (how, a, b, product) in zip(inputs, store.steps, strict=True):
+        begin, dtype = len(pieces), entry.dtype
         for f in entry.fragments:
             if f.count:
-                number, swap = self._numbers[id(f.store)], dtype.swap(f.store.byteorder)
-                yield _PIECE.pack(number, dtype.number, swap, 0, f.start, f.count, f.byte_offset)
+                number, swap = numbers[id(f.store)], dtype.swap(f.store.byteorder)
+                pieces.append(_PIECE.pack(number, dtype.number, swap, 0, f.start, f.count, f.byte_offset))
+        rank, *shape = product
+        terms.append(_TERM.pack(how, rank, begin, len(pieces) - begin, a, b, *shape))
+    return _STORE.pack(_FOLDED, -1, first, len(inputs))
 
 
 def span_bytes(move: Move) -> int:

@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
-from typing import NamedTuple
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import read_error
@@ -72,12 +71,16 @@ class Confirmed:
         copies: (number of the pair, of the copy of its source) -> the elements of the copy that are not the source's.
         crcs: number of the `CrcRange` -> the parts of it that were read; no byte is in two of them.
         bytes_read: path -> bytes that were read of the file.
+        copied: numbers of the pairs with a source that was compared with its copies.
+        nbytes: that were read, of all files together.
     """
 
     unequal: dict[int, Unequal] = field(default_factory=dict[int, Unequal])
     copies: dict[tuple[int, int], Unequal] = field(default_factory=dict[tuple[int, int], Unequal])
     crcs: dict[int, list[Partial]] = field(default_factory=dict[int, list[Partial]])
     bytes_read: dict[str, int] = field(default_factory=dict[str, int])
+    copied: frozenset[int] = frozenset()
+    nbytes: int = 0
 
 
 def can_confirm(source: TensorEntry, output: TensorEntry) -> bool:
@@ -126,27 +129,14 @@ def _swap(fragments: Sequence[Fragment], dtype: DType) -> int | None:
     return None if len(swaps) > 1 else swaps.pop() if swaps else 0
 
 
-class _Part(NamedTuple):
-    """A pair, with those of its fragments that are in some files, and how its output must be."""
-
-    number: int
-    pair: Pair
-    copies: Sequence[Replica]
-    how: int
-    source: Sequence[Fragment]
-    output: Sequence[Fragment]
-
-    def keys(self) -> set[object]:
-        """Keys of the stores."""
-        fragments = [*self.source, *self.output, *(f for replica in self.copies for f in replica.fragments)]
-        return {_key(f.store) for f in fragments}
-
-
 @dataclass(slots=True)
 class _Batch:
-    """A batch of pairs, as the structs of `csrc/confirm.h`; `written` are the paths of all of the output's files."""
+    """A batch of pairs, as the structs of `csrc/confirm.h`; `written` are the paths of all of the output's files, and `how`
+    is how it must be.
+    """
 
     written: frozenset[str]
+    how: int
     stores: list[Store] = field(default_factory=list[Store])
     numbers: dict[object, int] = field(default_factory=dict[object, int])
     pieces: list[bytes] = field(default_factory=list[bytes])
@@ -155,17 +145,23 @@ class _Batch:
     meant: list[tuple[int, int | None]] = field(default_factory=list["tuple[int, int | None]"])
     ends: dict[str, int] = field(default_factory=dict[str, int])
 
-    def add(self, part: _Part) -> None:
-        """Adds a pair, or a part of one, with the copies of its source."""
-        source, output = part.pair
-        self.groups.append(_GROUP.pack(len(self.sides), 2 + len(part.copies), part.how))
-        self._side(part.source, source.dtype, (part.number, None))
-        self._side(part.output, output.dtype, (part.number, None))
-        for copy, replica in enumerate(part.copies):
-            self._side(replica.fragments, replica.dtype, (part.number, copy))
-        for fragment in part.output:
+    def add(
+        self,
+        number: int,
+        pair: Pair,
+        copies: Sequence[Replica],
+        source: Sequence[Fragment],
+        output: Sequence[Fragment],
+    ) -> None:
+        """Adds a pair, or the part of one that has these fragments on both sides, with the copies of its source."""
+        self.groups.append(_GROUP.pack(len(self.sides), 2 + len(copies), self.how))
+        self._side(source, pair[0].dtype, (number, None))
+        self._side(output, pair[1].dtype, (number, None))
+        for copy, replica in enumerate(copies):
+            self._side(replica.fragments, replica.dtype, (number, copy))
+        for fragment in output:
             path = str(fragment.store)
-            self.ends[path] = max(self.ends.get(path, 0), fragment.nbytes_end(output.dtype.itemsize))
+            self.ends[path] = max(self.ends.get(path, 0), fragment.nbytes_end(pair[1].dtype.itemsize))
 
     def _side(self, fragments: Sequence[Fragment], dtype: DType, meant: tuple[int, int | None]) -> None:
         first = len(self.pieces)
@@ -213,7 +209,7 @@ def confirm(
         CorruptError: a file ends too early, or cannot be read. InconsistentError: it changed meanwhile.
         ResourceError: there is too little memory, or no thread starts.
     """
-    found = Confirmed()
+    found = Confirmed(copied=frozenset(copies))
     by_path: dict[str, list[tuple[int, CrcRange]]] = {}
     for number, wanted in enumerate(sums):
         by_path.setdefault(wanted.store.path, []).append((number, wanted))
@@ -254,6 +250,7 @@ def confirm(
             done += sum(nbytes)
             _note(found, batch, unequal)
         files.check_sources()
+    found.nbytes = sum(found.bytes_read.values())
     return found
 
 
@@ -276,26 +273,29 @@ def _batches(
     """The pairs in batches, in the order of the output's files."""
     ordered = sorted(pairs, key=lambda pair: min((str(f.store), f.byte_offset) for f in pair[1][1].fragments))
     written = frozenset(str(f.store) for _, (_, output) in pairs for f in output.fragments)
-    batch = _Batch(written)
+    how = _CLAMPED if clamp else _EXACT
+    batch = _Batch(written, how)
     for number, pair in ordered:
-        for part in _parts(number, pair, copies.get(number, ()), _CLAMPED if clamp else _EXACT):
-            stores = len(batch.numbers.keys() | part.keys())
-            if batch.groups and (len(batch.pieces) >= _MOST_PIECES or stores > _MOST_STORES):
+        own = copies.get(number, ())
+        of_copies = {_key(f.store) for replica in own for f in replica.fragments}
+        for source, output in _parts(pair):
+            stores = of_copies.union(batch.numbers, (_key(f.store) for f in (*source, *output)))
+            if batch.groups and (len(batch.pieces) >= _MOST_PIECES or len(stores) > _MOST_STORES):
                 yield batch
-                batch = _Batch(written)
-            batch.add(part)
+                batch = _Batch(written, how)
+            batch.add(number, pair, own, source, output)
     if batch.groups:
         yield batch
 
 
-def _parts(number: int, pair: Pair, copies: Sequence[Replica], how: int) -> Iterator[_Part]:
-    """A pair in parts with few files on each side; parts without a common element are left out."""
+def _parts(pair: Pair) -> Iterator[tuple[Sequence[Fragment], Sequence[Fragment]]]:
+    """The fragments of a pair in parts with few files on each side; parts without a common element are left out."""
     outputs = list(_few(pair[1].fragments, _STORES_OF_OUTPUT))
     for source in _few(pair[0].fragments, _STORES_OF_SOURCE):
         first, last = source[0].start, max(f.stop for f in source)
         for output in outputs:
             if output[0].start < last and first < max(f.stop for f in output):
-                yield _Part(number, pair, copies, how, source, output)
+                yield source, output
 
 
 def _few(fragments: Sequence[Fragment], most: int) -> Iterator[list[Fragment]]:
@@ -337,23 +337,6 @@ class Difference:
     file: str
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """What deriving an output a second time found.
-
-    Attributes:
-        differences: the tensors of the output that differ from their source.
-        confirmed: what else was found on the way.
-        copied: numbers of the pairs with a source that was compared with its copies.
-        nbytes: that were read.
-    """
-
-    differences: list[Difference]
-    confirmed: Confirmed
-    copied: frozenset[int]
-    nbytes: int
-
-
 def differences(
     pairs: Sequence[Pair],
     *,
@@ -363,7 +346,7 @@ def differences(
     progress: Callable[[int], None] | None = None,
 ) -> list[Difference]:
     """The tensors of an output that differ from their source, rounded to the output's dtype; see `derived_again`."""
-    return derived_again(pairs, clamp=clamp, threads=threads, bytes_per_s=bytes_per_s, progress=progress).differences
+    return derived_again(pairs, clamp=clamp, threads=threads, bytes_per_s=bytes_per_s, progress=progress)[0]
 
 
 def derived_again(
@@ -376,8 +359,8 @@ def derived_again(
     keep_cache: bool | None = None,
     bytes_per_s: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> Derived:
-    """Compares an output with its source, and learns on the way what the bytes show by themselves.
+) -> tuple[list[Difference], Confirmed]:
+    """Compares an output with its source: the tensors that differ, and what else the bytes show on the way.
 
     Args:
         pairs: (source, output); of as many elements, in dtypes that can be cast.
@@ -412,14 +395,14 @@ def derived_again(
         progress=progress,
     )
     rest = [(number, pair) for number, pair in enumerate(pairs) if number not in native]
-    nbytes = sum(confirmed.bytes_read.values())
-    after = progress_after(progress, nbytes)
+    after = progress_after(progress, confirmed.nbytes)
     unequal = {**confirmed.unequal, **_slowly(rest, clamp, count, bytes_per_s, after)}
     found = [
         Difference(number, differ, first, _file_of(pairs[number], first))
         for number, (differ, first) in sorted(unequal.items())
     ]
-    return Derived(found, confirmed, frozenset(held), nbytes + sum(a.nbytes + b.nbytes for _, (a, b) in rest))
+    confirmed.nbytes += sum(a.nbytes + b.nbytes for _, (a, b) in rest)
+    return found, confirmed
 
 
 def _slowly(

@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
 from zckpt.core.dtypes import F32, U8
 from zckpt.core.folds import Tools
-from zckpt.core.recipes import DerivedStore, derive_entry
+from zckpt.core.recipes import DerivedStore, Formula, derive_entry
 from zckpt.quantized.forms import forms_of_packages
 
 if TYPE_CHECKING:
@@ -33,34 +32,28 @@ _AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of each of eight columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowsAgain:
-    """A recipe (`core.recipes`): rows of so many elements that a function computes."""
+_AGAIN = "again"
+"""The first of the facts of the recipes here."""
 
-    inputs: tuple[TensorEntry, ...]
-    width: int
-    rows: Rows
 
-    @property
-    def unit(self) -> int:
-        return max(1, self.width)
+def _rows_again(inputs: tuple[TensorEntry, ...], width: int, rows: Rows) -> Formula:
+    """The recipe of rows of so many elements that a function computes."""
+    unit = max(1, width)
 
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return ("again", self.width)
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
+    def compute(start: int, stop: int, tools: Tools) -> Array:
         import numpy as np
 
         found = np.empty(stop - start, np.float32)
-        step = max(1, _AT_ONCE // self.unit)
-        last = -(-stop // self.unit)
+        step = max(1, _AT_ONCE // unit)
+        last = -(-stop // unit)
         with np.errstate(all="ignore"):
-            for row in range(start // self.unit, last, step):
-                at = row * self.unit - start
-                numbers = self.rows(row, min(row + step, last), tools).reshape(-1)
+            for row in range(start // unit, last, step):
+                at = row * unit - start
+                numbers = rows(row, min(row + step, last), tools).reshape(-1)
                 found[at : at + len(numbers)] = numbers[: len(found) - at].astype(np.float32)
         return found
+
+    return Formula(inputs, (_AGAIN, width), compute, unit)
 
 
 def stored_again(entry: TensorEntry, own: Tensors) -> dict[str, TensorEntry]:
@@ -68,7 +61,7 @@ def stored_again(entry: TensorEntry, own: Tensors) -> dict[str, TensorEntry]:
     it; their bytes are those of the source's.
     """
     recipes = [f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)]
-    if len(recipes) != 1 or not isinstance(recipes[0], RowsAgain):
+    if len(recipes) != 1 or recipes[0].facts[:1] != (_AGAIN,):
         return {}
     places = {"": 0, "_packed": 0, "_scale": 1, "_scale_inv": 1, "_global_scale": 2}
     found: dict[str, TensorEntry] = {}
@@ -97,8 +90,7 @@ def derive_again(
                 and (made := read(tensors, name.removesuffix(end), entry, config, values)) is not None
             ):
                 plain, shape, inputs, width, rows = made
-                recipe = RowsAgain(inputs, width, rows)
-                found[plain] = derive_entry(plain, shape, F32, recipe, entry.role)
+                found[plain] = derive_entry(plain, shape, F32, _rows_again(inputs, width, rows), entry.role)
                 break
     return found
 
@@ -215,7 +207,7 @@ def powers_again(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
     for another tensor.
     """
     recipes = [f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)]
-    if len(recipes) != 1 or not isinstance(recipes[0], RowsAgain) or len(recipes[0].inputs) != 2:
+    if len(recipes) != 1 or recipes[0].facts[:1] != (_AGAIN,) or len(recipes[0].inputs) != 2:
         return None
     codes, scales = recipes[0].inputs
     if scales.dtype.name != "U8" or scales.numel * 32 != entry.numel or codes.nbytes * 2 != entry.numel:
@@ -225,7 +217,7 @@ def powers_again(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
     each = math.prod(scales.shape[:-1])
     flat = replace(codes, shape=(each, codes.numel // each)), replace(scales, shape=(each, scales.shape[-1]))
     _, shape, inputs, width, rows = _fp4(entry.name, *flat, None, 32, divides=False)
-    return derive_entry(entry.name, shape, F32, RowsAgain(inputs, width, rows), entry.role), flat[1]
+    return derive_entry(entry.name, shape, F32, _rows_again(inputs, width, rows), entry.role), flat[1]
 
 
 def _by_packed(tensors: Tensors, stem: str, entry: TensorEntry, config: Mapping[str, Any], values: Any) -> Made | None:

@@ -28,7 +28,7 @@ from zckpt.layouts.dcp.items import Items
 from zckpt.layouts.dcp.metadata import BytesItem, InertValue, Path, TensorItem
 from zckpt.layouts.dcp.state import DcpModel, DcpOptimizer
 from zckpt.layouts.save.listing import Listing
-from zckpt.layouts.save.model_shapes import MAKE, ModelShapes, own_name, read_shapes
+from zckpt.layouts.save.model_shapes import MAKE, own_name, read_shapes
 
 FLAT = re.compile(r"(?:^|\.)_?flat_param(?:_\d+)?$")
 _ALIGNMENT_BYTES = 16
@@ -66,10 +66,12 @@ def units(model: DcpModel, listing: Listing, padded: AbstractSet[Path] = frozens
             f"flat parameter {odd[0]!r} is not a vector", file=listing.directory, found=str(list(flats[odd[0]].size)),
             expected="1 dimension", remedy=COPY_AGAIN,
         )  # fmt: skip
-    said = read_shapes(listing.options.shapes)
+    shapes, _ = read_shapes(listing.options.shapes)
     beside = {own_name(name) for name in model.items if name not in flats}
     homes = {name: FLAT.sub("", own_name(name)) for name in flats}
-    return {name: _unit(name, item, item.path in padded, homes, beside, said, listing) for name, item in flats.items()}
+    return {
+        name: _unit(name, item, item.path in padded, homes, beside, shapes, listing) for name, item in flats.items()
+    }
 
 
 def _unit(
@@ -78,13 +80,13 @@ def _unit(
     padded: bool,
     homes: Mapping[str, str],
     beside: set[str],
-    said: ModelShapes,
+    shapes: Mapping[str, Shape],
     listing: Listing,
 ) -> _Unit:
     def owner(parameter: str) -> str:
         return max((h for h in homes.values() if not h or parameter.startswith(f"{h}.")), key=len, default="\0")
 
-    own = {n: shape for n, shape in said.shapes.items() if owner(n) == homes[name] and n not in beside}
+    own = {n: shape for n, shape in shapes.items() if owner(n) == homes[name] and n not in beside}
     numel = math.prod(item.size)
     ranks = max(len(item.chunks), 1)
     fits: set[tuple[int, ...]] = set()
@@ -103,7 +105,7 @@ def _unit(
             remedy="Load it with the model that saved it, and save again with StateDictType.SHARDED_STATE_DICT.",
         )  # fmt: skip
     raise InconsistentError(
-        f"the shapes that --shapes says do not fit {name!r}", file=said.file,
+        f"the shapes that --shapes says do not fit {name!r}", file=listing.options.shapes,
         found=f"{sum(map(math.prod, own.values())):,} elements in {count(len(own), 'parameter')}" + (
             f" such as {examples(own)}" if own else f" below {homes[name]!r}"
         ),
@@ -126,7 +128,7 @@ def split_model(model: DcpModel, inside: Mapping[str, _Unit], items: Items, list
     """The model with its own parameters in place of the flat ones, and their further names."""
     if not inside:
         return model
-    tied = read_shapes(listing.options.shapes).tied
+    _, tied = read_shapes(listing.options.shapes)
     found: dict[str, TensorItem] = {}
     for name, item in model.items.items():
         if name in inside:

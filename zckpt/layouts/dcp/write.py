@@ -21,7 +21,6 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.containers import Placeholder, TensorSpec, torch_zip
 from zckpt.containers.emit import Size, emit
@@ -42,27 +41,6 @@ CHUNK_BYTES = 64 << 20
 _METADATA = "torch.distributed.checkpoint.metadata"
 
 
-@dataclass(slots=True)
-class _DataFile:
-    """A `.distcp` file that is being laid out: torch files, one after another."""
-
-    path: str
-    size: int
-    literals: list[tuple[int, bytes]]
-    checksums: list[Checksum]
-
-    def append(self, skeleton: Skeleton) -> ItemPlace:
-        """Puts a torch file at the end."""
-        at = self.size
-        self.literals += [(at + offset, data) for offset, data in skeleton.literals]
-        self.checksums += [
-            replace(sum_, start=at + sum_.start, slots=tuple(at + slot for slot in sum_.slots))
-            for sum_ in skeleton.checksums
-        ]
-        self.size += skeleton.size
-        return ItemPlace(self.path, at, skeleton.size)
-
-
 _Run = tuple[str, int, int, int]
 """The file of a chunk, and of its elements the first byte there, the number of the first, and how many."""
 
@@ -80,7 +58,8 @@ class DcpWriter:
         self.max_file_bytes = max_file_bytes
         self.chunk_bytes = chunk_bytes
         self.directory = directory and directory + "/"
-        self._files: list[_DataFile] = []
+        self._files: dict[str, list[Skeleton]] = {}  # path -> the torch files in it, one after another
+        self._end = 0  # of the last file
         self._tensors: list[tuple[TensorEntry, DType, list[_Run]]] = []
         self._paths: dict[str, Path] = {}
         self._items: dict[str, tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace] = {}
@@ -126,24 +105,40 @@ class DcpWriter:
         self._items[join_path(path)] = item
 
     def _append(self, skeleton: Skeleton) -> ItemPlace:
-        if not self._files or (self._files[-1].size and self._files[-1].size + skeleton.size > self.max_file_bytes):
-            self._files.append(_DataFile(f"__0_{len(self._files)}.distcp", 0, [], []))
-        return self._files[-1].append(skeleton)
+        if not self._files or (self._end and self._end + skeleton.size > self.max_file_bytes):
+            self._files[f"__0_{len(self._files)}.distcp"] = []
+            self._end = 0
+        path, at = next(reversed(self._files)), self._end
+        self._files[path].append(skeleton)
+        self._end += skeleton.size
+        return ItemPlace(path, at, skeleton.size)
 
     def finish(self) -> Plan:
         """The plan of the files, in the order of their bytes."""
-        stores = {file.path: FileStore(self.directory + file.path, file.size) for file in self._files}
-        files = [
-            (OutputFile(store.path, file.size, tuple(file.literals), tuple(file.checksums)), store)
-            for file in self._files
-            for store in (stores[file.path],)
-        ]
+        outputs = {path: _data_file(self.directory + path, held) for path, held in self._files.items()}
+        stores = {path: FileStore(output.path, output.size) for path, output in outputs.items()}
+        files = [(output, stores[path]) for path, output in outputs.items()]
         files.append(literal_file(f"{self.directory}.metadata", metadata_file(self._items, self._paths)))
         pairs: list[Pair] = []
         for source, dtype, runs in self._tensors:
             fragments = tuple(Fragment(stores[file], at, start, count) for file, at, start, count in runs)
             pairs.append((source, replace(source, dtype=dtype, fragments=fragments, replicas=())))
         return Plan(tuple(files), pairs)
+
+
+def _data_file(path: str, skeletons: Iterable[Skeleton]) -> OutputFile:
+    """A `.distcp` file of torch files, one after another."""
+    literals: list[tuple[int, bytes]] = []
+    checksums: list[Checksum] = []
+    at = 0
+    for skeleton in skeletons:
+        literals += [(at + offset, data) for offset, data in skeleton.literals]
+        checksums += [
+            replace(sum_, start=at + sum_.start, slots=tuple(at + slot for slot in sum_.slots))
+            for sum_ in skeleton.checksums
+        ]
+        at += skeleton.size
+    return OutputFile(path, at, tuple(literals), tuple(checksums))
 
 
 Described = tuple[DType, Shape, tuple[DcpChunk, ...]] | ItemPlace

@@ -268,7 +268,7 @@ class RankFiles:
         yield [one for one in cut if _ADAPTER.search(one[0])]
         if self.listing.options.shapes and any(flat for _, flat, _ in cut):
             whole = {own_name(str(path[1])) for path, held in self._tensors.items() if not held.is_cut}
-            said = read_shapes(self.listing.options.shapes).shapes
+            said, _ = read_shapes(self.listing.options.shapes)
             yield [(name, False, shape) for name, shape in said.items() if name not in whole]
 
     def _name_states(self) -> None:

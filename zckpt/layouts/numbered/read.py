@@ -237,7 +237,7 @@ def _in_order(files: OptimizerFiles, catalog: Catalog, listing: Listing) -> list
     """
     if listing.options.shapes:
         own = {own_name(name): name for name in catalog.tensors}
-        return [own[name] for name in read_shapes(listing.options.shapes).shapes if name in own]
+        return [own[name] for name in read_shapes(listing.options.shapes)[0] if name in own]
     for name in files.weights.files:
         if not name.endswith(".safetensors"):
             continue

@@ -10,7 +10,6 @@ Source: safetensors 0.6, src/tensor.rs `prepare`; torch 2.13, nn/modules/module.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from zckpt.base.errors import CorruptError, NotACheckpointError, UnsupportedError
 from zckpt.base.words import examples
@@ -32,18 +31,8 @@ MAKE = (
 )
 
 
-class ModelShapes(NamedTuple):
-    """A model's tensors.
-
-    Attributes:
-        file: that says them.
-        shapes: name -> shape, in the model's order.
-        tied: further name of a tensor -> the name in `shapes`.
-    """
-
-    file: str
-    shapes: Mapping[str, Shape]
-    tied: Mapping[str, str]
+ModelShapes = tuple[Mapping[str, Shape], Mapping[str, str]]
+"""A model's tensors: name -> shape, in the model's order; and further name of a tensor -> the name among these."""
 
 
 def read_shapes(path: str) -> ModelShapes:
@@ -84,7 +73,7 @@ def read_shapes(path: str) -> ModelShapes:
             shapes[own] = ref.shape
         else:
             tied[own] = kept
-    return ModelShapes(path, shapes, tied)
+    return shapes, tied
 
 
 def is_sorted(tensors: Mapping[str, TensorRef]) -> bool:
@@ -112,14 +101,14 @@ def _of_json(path: str) -> ModelShapes:
                 "JSON file of names and shapes",
                 remedy=MAKE,
             )  # fmt: skip
-        return ModelShapes(path, known.shapes, {})
+        return known.shapes, {}
     if not isinstance(root, Mapping) or not root or not all(map(_is_shape, root.values())):
         odd = [name for name, shape in root.items() if not _is_shape(shape)] if isinstance(root, Mapping) else []
         raise CorruptError(
             "is not a file of names and shapes", file=path, found=f"{examples(odd)}" if odd else brief(root),
             expected='{"embed.weight": [7, 5], ...}', remedy=MAKE,
         )  # fmt: skip
-    return ModelShapes(path, {own_name(name): tuple(shape) for name, shape in root.items()}, {})
+    return {own_name(name): tuple(shape) for name, shape in root.items()}, {}
 
 
 def _is_shape(value: object) -> bool:
