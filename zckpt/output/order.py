@@ -181,7 +181,7 @@ def _states(plan: Plan) -> Callable[[Store], tuple[object, ...]]:
     Each file's are asked for once, and those of all addresses at a time.
     """
     known: dict[int, tuple[object, ...]] = {}
-    found: dict[str, fsspec_io.Status] = {}
+    found: dict[str, FileStore] = {}
 
     def state(store: Store) -> tuple[object, ...]:
         if isinstance(store, DerivedStore):

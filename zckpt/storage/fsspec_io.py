@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 from zckpt.base.errors import AccessError, NotACheckpointError, RemoteError, UsageError, ZckptError, causes_of, redact
 from zckpt.base.patterns import compile_late
 from zckpt.base.words import count
+from zckpt.core.stores import FileStore
 from zckpt.storage.object_store import ObjectStore, find_store
 
 if TYPE_CHECKING:
@@ -95,15 +96,6 @@ class Range(NamedTuple):
     address: str
     start: int
     stop: int
-
-
-class Status(NamedTuple):
-    """A file's size in bytes, and its identity in the form of `FileStore.identity`, which changes when the file is
-    written again.
-    """
-
-    size: int
-    identity: tuple[int, int, int]
 
 
 def filesystem(address: str) -> tuple[Any, str]:
@@ -313,13 +305,13 @@ def walk(address: str) -> list[str]:
     return sorted(str(name).lstrip("/").removeprefix(above) for name in found)
 
 
-def status(address: str) -> Status:
-    """A file's size and identity, without fsspec's cache."""
+def status(address: str) -> FileStore:
+    """A file as it is now, without fsspec's cache; its identity changes when it is written again."""
     found = _facts(address)
-    return Status(int(found["size"]), (0, 1, _digest(found)))
+    return FileStore(address, int(found["size"]), (0, 1, _digest(found)), is_remote=True)
 
 
-def statuses(addresses: Sequence[str]) -> dict[str, Status]:
+def statuses(addresses: Sequence[str]) -> dict[str, FileStore]:
     """Address -> `status`; several are asked for at a time."""
     return dict(zip(addresses, several(status, addresses), strict=True))
 
@@ -509,7 +501,8 @@ class RemoteFile(contextlib.AbstractContextManager["RemoteFile"]):
     @classmethod
     def opened(cls, address: str) -> RemoteFile:
         """A file as it is now. Raises as `status`."""
-        return cls(address, *status(address))
+        found = status(address)
+        return cls(address, found.size, found.identity)
 
     def __exit__(self, *_: object) -> None:
         pass

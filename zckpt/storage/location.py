@@ -14,8 +14,8 @@ import stat
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import field
-from typing import ClassVar, Literal, Protocol
+from dataclasses import field, replace
+from typing import ClassVar, Literal
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, NotACheckpointError
@@ -32,24 +32,6 @@ _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "az": "abfs", "abfss": "abfs", "
 _WITHOUT_HOST = ("memory", "hf")
 _OPENED = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Paths that a shell has opened for the command; a pipe is allowed there."""
-
-
-class OpenFile(AbstractContextManager["OpenFile"], Protocol):
-    """A file that is open for reading; use as a context manager.
-
-    Attributes:
-        size: bytes when it was opened.
-        identity: as in `FileStore`.
-    """
-
-    @property
-    def size(self) -> int: ...  # noqa: D102
-
-    @property
-    def identity(self) -> tuple[int, int, int]: ...  # noqa: D102
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """At most `nbytes` bytes from `offset` on; fewer only at the end of the file. Raises CorruptError, RemoteError."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -326,7 +308,7 @@ class Address(Location):
         return fsspec_io.read(self.path, offset, self.size() if nbytes is None else nbytes)
 
     def store(self, byteorder: Literal["little", "big"] = "little") -> FileStore:  # noqa: D102
-        return FileStore(self.path, *fsspec_io.status(self.path), byteorder, is_remote=True)
+        return replace(fsspec_io.status(self.path), byteorder=byteorder)
 
     def relative_to(self, directory: Location) -> str:  # noqa: D102
         return self.path.removeprefix(directory.path.rstrip("/") + "/")
@@ -372,7 +354,7 @@ def location_of(store: FileStore) -> Location:
 
 @dataclass(frozen=True, slots=True)
 class _LocalFile(AbstractContextManager["_LocalFile"]):
-    """A file of this machine that is open for reading."""
+    """A file of this machine that is open for reading. `size` and `identity`: as in `FileStore`, when it was opened."""
 
     path: str
     descriptor: int
@@ -380,6 +362,7 @@ class _LocalFile(AbstractContextManager["_LocalFile"]):
     identity: tuple[int, int, int] = field(repr=False)
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        """At most `nbytes` bytes from `offset` on; fewer only at the end of the file. Raises CorruptError."""
         try:
             data = os.pread(self.descriptor, nbytes, offset)
             while len(data) < nbytes and (more := os.pread(self.descriptor, nbytes - len(data), offset + len(data))):
@@ -391,3 +374,7 @@ class _LocalFile(AbstractContextManager["_LocalFile"]):
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
+
+
+OpenFile = _LocalFile | fsspec_io.RemoteFile
+"""A file that is open for reading, on this machine or at an address; use as a context manager."""

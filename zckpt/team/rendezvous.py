@@ -14,28 +14,9 @@ import uuid
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from stat import S_ISDIR
-from typing import Any, Protocol
+from typing import Any
 
 from zckpt.base.errors import OutputError, UsageError
-
-
-class Rendezvous(Protocol):
-    """A place where processes leave each other notes."""
-
-    def open(self) -> None:
-        """Creates the rendezvous, empty; one process does so."""
-
-    def put(self, key: str, note: bytes) -> bool:
-        """Leaves a note, in place of an earlier one with its key; returns False if the rendezvous is not open yet."""
-
-    def get(self, key: str) -> bytes | None:
-        """The note; None where there is none."""
-
-    def drop(self, key: str) -> None:
-        """Removes a note."""
-
-    def close(self) -> None:
-        """Removes the rendezvous; the process that made it does so, as the last one."""
 
 
 def wait(condition: Callable[[], bool], within_s: float | None, check: Callable[[], object] | None = None) -> bool:
@@ -99,7 +80,7 @@ class StoreRendezvous:
         """Does nothing: the store is there."""
 
     def put(self, key: str, note: bytes) -> bool:
-        """Leaves a note."""
+        """Leaves a note, in place of an earlier one with its key."""
         with _in_touch():
             self._store.set(self._prefix + key, note)
         return True
@@ -195,7 +176,7 @@ class DirectoryRendezvous:
         self._number = 0
 
     def open(self) -> None:
-        """Makes the directory, instead of one that an earlier run left."""
+        """Makes the directory, instead of one that an earlier run left; one process does so."""
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         if self._is_ours():
             old = f"{self.path}-{os.urandom(4).hex()}"  # under its own name others may still be putting notes into it
@@ -204,7 +185,7 @@ class DirectoryRendezvous:
         os.mkdir(self.path, 0o700)
 
     def put(self, key: str, note: bytes) -> bool:
-        """Leaves a note; readers see all of it or nothing."""
+        """Leaves a note, of which readers see all or nothing; returns False if the rendezvous is not open yet."""
         if not self._is_ours():
             return False
         self._number += 1
@@ -235,7 +216,7 @@ class DirectoryRendezvous:
             os.unlink(self._place(key))
 
     def close(self) -> None:
-        """Removes the directory."""
+        """Removes the directory; the process that made it does so, as the last one."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _place(self, key: str) -> str:
@@ -254,3 +235,7 @@ class DirectoryRendezvous:
                 remedy="Nothing was changed. Move it away, or choose another OUT.",
             )  # fmt: skip
         return True
+
+
+Rendezvous = StoreRendezvous | DirectoryRendezvous
+"""A place where processes leave each other notes."""
