@@ -195,20 +195,6 @@ class Peak:
     host: int
 
 
-class _Ledger:
-    """The memory on the device, beside what it holds all the time, by kind, and both at the largest sum so far."""
-
-    def __init__(self) -> None:
-        self.buffers = self.activations = 0
-        self.most = (0, 0)
-
-    def add(self, nbytes: int, activations: int = 0) -> None:
-        self.buffers += nbytes
-        self.activations += activations
-        if self.buffers + self.activations > sum(self.most):
-            self.most = self.buffers, self.activations
-
-
 @dataclass(frozen=True, slots=True)
 class _Block:
     """A unit, or everything outside units, as one step sees it; in bytes of the computation's dtype unless noted."""
@@ -231,30 +217,37 @@ def rehearse(model: ModelSize, setting: Setting, activations: Activations | None
     step = _Step(model, setting, activations or Activations())
     away = setting.offload and setting.accelerator
     held = 0 if away else weights + optimizer
-    ledger = _Ledger()
-    ledger.add(model.buffer_bytes)
+    step.add(model.buffer_bytes)
     for micro in range(min(setting.accumulation, 2)):
-        step.forward(ledger, first=micro == 0)
-        step.backward(ledger, last=micro == min(setting.accumulation, 2) - 1)
+        step.forward(first=micro == 0)
+        step.backward(last=micro == min(setting.accumulation, 2) - 1)
     temporaries = trained * 4 * setting.temporaries
-    ledger.add(0 if away else temporaries)
-    buffers, moment = ledger.most
+    step.add(0 if away else temporaries)
+    buffers, moment = step.most
     host = weights + optimizer + gradients + temporaries if away else 0
     return Peak(weights, optimizer, gradients, held, buffers, moment, held + buffers + moment, host)
 
 
 class _Step:
-    """The work of one rank in a step; see [Note: a step]."""
+    """The work of one rank in a step; see [Note: a step]. `most`: bytes of buffers and of activations when they were the most
+    together, beside what the device holds all the time.
+    """
 
     def __init__(self, model: ModelSize, setting: Setting, activations: Activations) -> None:
         self.setting, self.activations = setting, activations
+        self.most = self._now = (0, 0)
         self.compute = BYTES[setting.precision]
         self.root = self._block((*model.before, *model.after), front=model.before, tied=model.tied)
         self.largest = max((one.numel * self.compute for one in model.parameters if one.trained), default=0)
-        self.blocks = [self._block(unit.parameters) for unit in model.units]
+        self.blocks = [self._block(unit) for unit in model.units]
         self.groups = self._groups(model)
         self.sharded_grads = 0
         self.whole_grads = 0
+
+    def add(self, nbytes: int, activations: int = 0) -> None:
+        """Allocates bytes of buffers and of activations; frees them, if they are negative."""
+        self._now = self._now[0] + nbytes, self._now[1] + activations
+        self.most = max(self.most, self._now, key=sum)
 
     def _block(
         self, parameters: Sequence[ParameterSize], front: Sequence[ParameterSize] = (), tied: bool = False
@@ -276,7 +269,7 @@ class _Step:
         bucket = {2: self.setting.bucket, 3: 0}.get(self.setting.stage, model.numel)
         if self.setting.accelerator or not bucket:
             return [[number] for number in range(len(self.blocks))]
-        sizes = [(number, sum(one.numel for one in unit.parameters)) for number, unit in enumerate(model.units)]
+        sizes = [(number, sum(one.numel for one in unit)) for number, unit in enumerate(model.units)]
         root = (-1, sum(one.numel for one in (*model.before, *model.after)))
         groups = group_by_size([*reversed(sizes), root], bucket)
         return [group[::-1] for group in groups if -1 not in group][::-1]
@@ -297,35 +290,35 @@ class _Step:
             self.root.front,
         )
 
-    def _gather(self, ledger: _Ledger, group: _Block, waiting: int) -> int:
+    def _gather(self, group: _Block, waiting: int) -> int:
         """Gathers a group; `waiting` is a buffer of an earlier one, freed meanwhile. Returns the bytes of its own buffer."""
         if self.setting.shards == 1:
-            ledger.add(group.whole)
+            self.add(group.whole)
             return 0
-        ledger.add(group.whole)  # the buffer
-        ledger.add(-waiting)
-        ledger.add(group.whole)  # what is copied out of it
+        self.add(group.whole)  # the buffer
+        self.add(-waiting)
+        self.add(group.whole)  # what is copied out of it
         return group.whole
 
-    def forward(self, ledger: _Ledger, *, first: bool) -> None:
+    def forward(self, *, first: bool) -> None:
         """The forward of a micro batch."""
         stage, acts = self.setting.stage, self.activations
         keep = acts.unit_input if self.setting.checkpointing else acts.unit
-        waiting = self._gather(ledger, self._gathered(None), 0) if first or stage == 3 else 0
-        ledger.add(0, acts.embedding)
+        waiting = self._gather(self._gathered(None), 0) if first or stage == 3 else 0
+        self.add(0, acts.embedding)
         starts = {group[0]: group for group in self.groups}
         ends = {group[-1]: group for group in self.groups}
         for number in range(len(self.blocks)):
             if number in starts and (first or stage == 3):
-                waiting = self._gather(ledger, self._gathered(starts[number]), waiting)
-            ledger.add(0, acts.unit)
-            ledger.add(0, keep - acts.unit)
+                waiting = self._gather(self._gathered(starts[number]), waiting)
+            self.add(0, acts.unit)
+            self.add(0, keep - acts.unit)
             if number in ends and stage == 3:
-                ledger.add(-self._gathered(ends[number]).whole)
-        ledger.add(0, acts.head + acts.head_forward)
-        ledger.add(-waiting, -acts.head_forward)
+                self.add(-self._gathered(ends[number]).whole)
+        self.add(0, acts.head + acts.head_forward)
+        self.add(-waiting, -acts.head_forward)
 
-    def backward(self, ledger: _Ledger, *, last: bool) -> None:
+    def backward(self, *, last: bool) -> None:
         """The backward of a micro batch, with the reductions that the stage makes then."""
         stage, acts, setting = self.setting.stage, self.activations, self.setting
         reduces = last or stage >= 2
@@ -335,66 +328,66 @@ class _Step:
         starts = {group[0]: group for group in self.groups}
         ends = {group[-1]: group for group in self.groups}
         late = self.root.front
-        ledger.add(0, acts.head_backward)
-        self._grow(ledger, self.root.grads - late, again)
-        ledger.add(0, -acts.head - acts.head_backward)
+        self.add(0, acts.head_backward)
+        self._grow(self.root.grads - late, again)
+        self.add(0, -acts.head - acts.head_backward)
         prefetched = 0
         for number in reversed(range(len(self.blocks))):
             if number in ends and stage == 3:
-                ledger.add(0 if prefetched else self._buffer(ends[number]))
-                ledger.add(self._gathered(ends[number]).whole)
-                ledger.add(-self._buffer(ends[number]))
+                self.add(0 if prefetched else self._buffer(ends[number]))
+                self.add(self._gathered(ends[number]).whole)
+                self.add(-self._buffer(ends[number]))
                 before = [group for group in self.groups if group[-1] < number]
                 prefetched = self._buffer(before[-1]) if before else 0
-                ledger.add(prefetched)
-            ledger.add(0, acts.unit - keep + acts.unit_backward)
-            self._grow(ledger, self.blocks[number].grads, again)
-            ledger.add(0, -acts.unit - acts.unit_backward)
+                self.add(prefetched)
+            self.add(0, acts.unit - keep + acts.unit_backward)
+            self._grow(self.blocks[number].grads, again)
+            self.add(0, -acts.unit - acts.unit_backward)
             if number in starts and reduces:
-                sent = self._reduce(ledger, self._gathered(starts[number]), sent, last=last, held=0)
-        self._grow(ledger, late, again)
-        ledger.add(0, -acts.embedding)
+                sent = self._reduce(self._gathered(starts[number]), sent, last=last, held=0)
+        self._grow(late, again)
+        self.add(0, -acts.embedding)
         if reduces:
-            sent = self._reduce(ledger, self._gathered(None), sent, last=last, held=late)
-            ledger.add(-sent)
+            sent = self._reduce(self._gathered(None), sent, last=last, held=late)
+            self.add(-sent)
         if not reduces:
             self.whole_grads = 1
 
     def _buffer(self, group: Sequence[int]) -> int:
         return 0 if self.setting.shards == 1 else self._gathered(group).whole
 
-    def _grow(self, ledger: _Ledger, grads: int, again: bool) -> None:
+    def _grow(self, grads: int, again: bool) -> None:
         """Allocates gradients; those of an earlier micro batch are added to, one parameter at a time."""
         if again:
-            ledger.add(min(grads, self.largest))
-            ledger.add(-min(grads, self.largest))
+            self.add(min(grads, self.largest))
+            self.add(-min(grads, self.largest))
         else:
-            ledger.add(grads)
+            self.add(grads)
 
-    def _reduce(self, ledger: _Ledger, group: _Block, sent: int, *, last: bool, held: int) -> int:
+    def _reduce(self, group: _Block, sent: int, *, last: bool, held: int) -> int:
         """Reduces a group's gradients. Returns the bytes of the buffer that they were sent from, which is still there."""
         setting = self.setting
         if setting.stage == 3:
-            ledger.add(-group.whole)
-        ledger.add(-sent)
+            self.add(-group.whole)
+        self.add(-sent)
         whole, part = group.grad_elements * setting.reduce_bytes, group.grad_part_elements * setting.reduce_bytes
-        ledger.add(whole)
-        ledger.add(-group.grads)
+        self.add(whole)
+        self.add(-group.grads)
         if setting.shards > 1 and not setting.accelerator:
-            ledger.add(part + whole + held)
-            ledger.add(-whole - held)
+            self.add(part + whole + held)
+            self.add(-whole - held)
         elif setting.shards > 1 or setting.accelerator:
-            ledger.add(part)
+            self.add(part)
         full = group.grad_part_elements * 4
         own = setting.shards > 1 or setting.accelerator
         if setting.reduce_bytes != 4:
-            ledger.add(full)
-            ledger.add(-part if own else 0)
+            self.add(full)
+            self.add(-part if own else 0)
         elif not own:
             whole = 0  # the buffer becomes the gradient
         if setting.offload and setting.accelerator:
-            ledger.add(-full)
+            self.add(-full)
         elif self.sharded_grads >= full and setting.accumulation > 1 and setting.stage >= 2 and last:
-            ledger.add(-full)  # added to what the micro batches before left
+            self.add(-full)  # added to what the micro batches before left
         self.sharded_grads += full if not last else 0
         return whole

@@ -42,17 +42,8 @@ class ParameterSize:
         return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Parameters that are gathered together: a block of a transformer.
-
-    Attributes:
-        name: of the module.
-        parameters: those of the module that no other unit has.
-    """
-
-    name: str
-    parameters: tuple[ParameterSize, ...]
+Unit = tuple[ParameterSize, ...]
+"""Parameters that are gathered together: those of a block of a transformer that no other unit has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +75,7 @@ class ModelSize:
     @property
     def parameters(self) -> tuple[ParameterSize, ...]:
         """All parameters, each once."""
-        return (*self.before, *(one for unit in self.units for one in unit.parameters), *self.after)
+        return (*self.before, *(one for unit in self.units for one in unit), *self.after)
 
     @property
     def numel(self) -> int:
@@ -102,7 +93,7 @@ class ModelSize:
         def changed(parameters: Iterable[ParameterSize]) -> tuple[ParameterSize, ...]:
             return tuple(new for one in parameters for new in change.get(one.name, (one,)))
 
-        units = tuple(replace(unit, parameters=changed(unit.parameters)) for unit in self.units)
+        units = tuple(map(changed, self.units))
         return replace(self, before=changed(self.before), units=units, after=changed(self.after))
 
 
@@ -122,7 +113,7 @@ def model_of(parameters: Iterable[ParameterSize], *, name: str, counted: str, **
             blocks.setdefault(key, []).append(one)
         places.append((one, key))
     repeated = Counter(key.rpartition(".")[0] for key in blocks)
-    units = {key: Unit(key, tuple(held)) for key, held in blocks.items() if repeated[key.rpartition(".")[0]] > 1}
+    units = {key: tuple(held) for key, held in blocks.items() if repeated[key.rpartition(".")[0]] > 1}
     before: list[ParameterSize] = []
     after: list[ParameterSize] = []
     begun = False

@@ -16,7 +16,7 @@ from zckpt.base.errors import UnsupportedError
 from zckpt.base.sizes import to_bytes
 from zckpt.estimation.choices import PRECISIONS, Estimate, RunShape, estimate_choices
 from zckpt.estimation.deepspeed_formula import parameters_of
-from zckpt.estimation.sizes import ModelSize, ParameterSize, Unit
+from zckpt.estimation.sizes import ModelSize, ParameterSize
 from zckpt.estimation.sources import Unknown
 from zckpt.runtime.config.asked import asked_of
 from zckpt.runtime.sharding.units import Wrap, find_units, parts_of
@@ -84,12 +84,10 @@ def size_of(
         else:
             shape = tuple(getattr(p, "ds_shape", None) or p.shape)
             sizes[id(p)] = ParameterSize(key, shape, p.requires_grad)
-    names = {id(module): key for key, module in model.named_modules()}
     inner = find_units(model, wrap)
     parts = [[id(p) for p in part] for part in parts_of([[unit] for unit in inner])]
     taken = {p for part in parts for p in part}
-    both = reversed([*zip(inner, parts, strict=True)])
-    units = tuple(Unit(names[id(unit)], tuple(sizes[p] for p in part)) for unit, part in both if part)
+    units = tuple(tuple(sizes[p] for p in part) for part in reversed(parts) if part)
     order = list(sizes)
     first = min((order.index(p) for p in taken), default=len(order))
     outside = [(at, one) for at, one in enumerate(sizes.values()) if order[at] not in taken]
