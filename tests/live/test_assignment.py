@@ -16,9 +16,11 @@ from zckpt.core.catalog import TensorPart
 from zckpt.core.dtypes import BF16, F32, DType
 from zckpt.core.fragments import Fragment
 from zckpt.core.stores import MemoryStore
-from zckpt.live.assignment import Assignment, assign
+from zckpt.live.assignment import assign
 from zckpt.live.parts import Offer
 from zckpt.live.ranks import Ranks
+
+Assigned = tuple[dict[str, TensorPart], Any]
 
 
 class Threads(Ranks):
@@ -70,11 +72,11 @@ def sharded(shapes: dict[str, int], rank: int, ways: int) -> list[Offer]:
     ]
 
 
-def contributed(several: Sequence[Assignment]) -> dict[str, list[int]]:
+def contributed(several: Sequence[Assigned]) -> dict[str, list[int]]:
     """The elements that each rank contributes, of all ranks in order."""
     found: dict[str, list[int]] = {}
-    for one in several:
-        for name, part in one.mine.items():
+    for mine, _ in several:
+        for name, part in mine.items():
             for fragment in part.fragments:
                 found.setdefault(name, []).extend(range(fragment.start, fragment.start + fragment.count))
     return found
@@ -87,16 +89,16 @@ def test_every_element_is_contributed_once_and_replicas_by_all_alike(size: int, 
     assert {name: sorted(elements) for name, elements in contributed(several).items()} == {
         name: list(range(numel)) for name, numel in shapes.items()
     }
-    tensors = several[0].tensors
+    tensors = several[0][1]
     assert [(name, one.shape) for name, one in tensors.items()] == [(name, (n,)) for name, n in shapes.items()]
-    assert all(one.tensors == {} for one in several[1:])
-    loads = [sum(part.nbytes for part in one.mine.values()) for one in several]
+    assert all(tensors == {} for _, tensors in several[1:])
+    loads = [sum(part.nbytes for part in mine.values()) for mine, _ in several]
     assert max(loads) <= 1.25 * sum(loads) / size
 
 
 def test_copies_that_nothing_keeps_equal_come_from_the_lowest_rank() -> None:
     several = on_all(4, lambda world: assign(world, [offer(f"b{n}", (3,), 0, 3, equal=False) for n in range(9)]))
-    assert [sum(len(part.fragments) for part in one.mine.values()) for one in several] == [9, 0, 0, 0]
+    assert [sum(len(part.fragments) for part in mine.values()) for mine, _ in several] == [9, 0, 0, 0]
 
 
 def test_ranks_may_have_other_tensors() -> None:
@@ -105,21 +107,21 @@ def test_ranks_may_have_other_tensors() -> None:
     several = on_all(
         3, lambda world: assign(world, [offer(n, (2, 2), 0, 4, equal=False) for n in stages[world.rank]]), alike=False
     )
-    assert list(several[0].tensors) == ["a", "b", "tied", "c", "d", "e"]
+    assert list(several[0][1]) == ["a", "b", "tied", "c", "d", "e"]
     assert contributed(several) == {name: [0, 1, 2, 3] for name in ("a", "b", "tied", "c", "d", "e")}
 
 
 def test_what_is_wrong_is_said_on_rank_0() -> None:
-    def missing(world: Threads) -> Assignment:
+    def missing(world: Threads) -> Assigned:
         return assign(world, [offer("w", (9,), 3 * world.rank, 2 if world.rank == 1 else 3)])
 
-    def other_shape(world: Threads) -> Assignment:
+    def other_shape(world: Threads) -> Assigned:
         return assign(world, [offer("w", (9 + world.rank // 2,), 3 * world.rank, 3)])
 
-    def other_dtype(world: Threads) -> Assignment:
+    def other_dtype(world: Threads) -> Assigned:
         return assign(world, [offer("w", (9,), 3 * world.rank, 3, dtype=BF16 if world.rank == 2 else F32)])
 
-    def failed(world: Threads) -> Assignment:
+    def failed(world: Threads) -> Assigned:
         return assign(world, UsageError("no weights") if world.rank else [offer("w", (9,), 0, 3)])
 
     kinds = {
@@ -129,10 +131,10 @@ def test_what_is_wrong_is_said_on_rank_0() -> None:
         failed: UsageError,
     }
     for job, kind in kinds.items():
-        found = on_all(3, job)[0].tensors
+        found = on_all(3, job)[0][1]
         assert isinstance(found, kind), (job.__name__, found)
     several = on_all(3, lambda world: assign(world, [offer(f"w{n}", (9 + world.rank,), 0, 3) for n in range(5)]))
-    assert "'w0' differs" in str(several[0].tensors)  # the first, whoever checks it
+    assert "'w0' differs" in str(several[0][1])  # the first, whoever checks it
     assert "rank 2" in str(on_all(3, other_shape)[0].tensors)
 
 

@@ -354,3 +354,14 @@ class Plan:
     def bytes_written(self) -> int:
         """Bytes of all output files; for memory destinations, of the tensors."""
         return sum(file.size for file, _ in self.files) or sum(entry.nbytes for _, entry in self.pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed(Plan):
+    """A plan with moves that are made while it is carried out. `source`: of them; it can be read once."""
+
+    source: Iterable[Move | None]
+
+    def moves(self) -> Iterator[Move | None]:
+        """The moves, this once."""
+        return iter(self.source)

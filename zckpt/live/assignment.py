@@ -14,8 +14,9 @@ from __future__ import annotations
 import heapq
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 from typing import Any
 
@@ -69,20 +70,6 @@ class ContributionPart:
         return self.count * self.of.target.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What the ranks have agreed on.
-
-    Attributes:
-        mine: name -> this rank's part of the tensor, with the fragments that it contributes.
-        tensors: on rank 0, all tensors in the order of the first rank that has each, as if one memory held them whole; or the
-            error of the first rank that has one. Empty on other ranks.
-    """
-
-    mine: dict[str, TensorPart]
-    tensors: dict[str, TensorEntry] | Exception
-
-
 def digest_of_names(held: LocalModel | Exception) -> str | None:
     """A digest of the names that a rank offers, by which ranks with the same names are known; None if it offers none."""
     if isinstance(held, Exception):
@@ -90,9 +77,16 @@ def digest_of_names(held: LocalModel | Exception) -> str | None:
     return sha256("\n".join(offer.part.name for offer in held.offers).encode()).hexdigest()
 
 
-def assign(world: Ranks, offered: Sequence[Offer] | Exception) -> Assignment:
+def assign(
+    world: Ranks, offered: Sequence[Offer] | Exception
+) -> tuple[dict[str, TensorPart], dict[str, TensorEntry] | Exception]:
     """Chooses for all elements of each tensor the rank that contributes them; see [Note: who checks]. Call it on every rank, with
     its offers, or why it has none. The ranks of `world` are `alike` if all offer the same names in the same order.
+
+    Returns:
+        By name, this rank's part of each tensor, with the fragments that it contributes. And on rank 0 all tensors, in the order
+        of the first rank that has each, as if one memory held them whole, or the error of the first rank that has one; nothing
+        on other ranks.
     """
     sent: list[list[tuple[int, Offer]]] = [[] for _ in range(world.size)]
     if isinstance(offered, Exception):
@@ -110,7 +104,7 @@ def assign(world: Ranks, offered: Sequence[Offer] | Exception) -> Assignment:
         for (_, offer), numbers in zip(some, chosen):
             fragments = tuple(offer.part.fragments[number] for number in numbers)
             mine[offer.part.name] = replace(offer.part, fragments=fragments)
-    return Assignment(mine, attempt(lambda: _in_order(first_error(found))))
+    return mine, attempt(lambda: _in_order(first_error(found)))
 
 
 def contributions(mine: Mapping[str, TensorPart], targets: Mapping[str, ElementPlace]) -> list[Contribution]:
@@ -150,7 +144,7 @@ def _answers(came: Sequence[Sequence[_Packed] | Exception | None], own: Sequence
     tensors.
     """
     chosen = [[list[int]() for _ in one] if isinstance(one, list) else [] for one in came]
-    checked = attempt(lambda: _check(first_error([one or [] for one in came]), chosen, _Turns(own)))
+    checked = attempt(lambda: _check(first_error([one or [] for one in came]), chosen, _turns(own)))
     return [(mine, [] if rank else checked) if mine or not rank else None for rank, mine in enumerate(chosen)]
 
 
@@ -177,7 +171,7 @@ def _whole(held: Mapping[int, tuple[_Packed, list[int]]], turns: _Turns) -> _Nam
     fragments: list[Fragment] = []
     for several in holders.values():
         equal = len(several) > 1 and all(held[rank][0][5] for rank, _ in several)
-        rank, number = several[turns.of(name, len(several)) if equal else 0]
+        rank, number = several[turns(name, len(several)) if equal else 0]
         offer, mine = held[rank]
         mine.append(number)
         size, *place = offer[6][number]
@@ -201,29 +195,22 @@ def _name_tensor(offers: Mapping[int, _Packed]) -> _Named:
     return known[1], known[2], BY_TORCH_NAME[known[3]], first[4]
 
 
-class _Turns:
-    """Which of several ranks that hold the same elements contributes them, so that all contribute about as many bytes.
+_Turns = Callable[[str, int], int]
+"""By the name of a tensor that several ranks hold alike, and their number: the index of the one that contributes it."""
 
-    Every checker comes to the same result, from the tensors that it has itself.
-    """
 
-    def __init__(self, own: Sequence[Offer]) -> None:
-        self._own = own
-        self._known: dict[int, dict[str, int]] = {}
+def _turns(own: Sequence[Offer]) -> _Turns:
+    """Turns in which all contribute about as many bytes. Every checker comes to the same ones, from the tensors that it has."""
 
-    def of(self, name: str, ways: int) -> int:
-        """The index, in `ways`, of the rank that contributes."""
-        if ways not in self._known:
-            self._known[ways] = self._spread(ways)
-        return self._known[ways].get(name, zlib.crc32(name.encode()) % ways)
-
-    def _spread(self, ways: int) -> dict[str, int]:
-        """The assignment of each tensor to the rank that has least so far."""
+    @cache
+    def spread(ways: int) -> dict[str, int]:  # each tensor to the rank that has least so far
         busy, found = [(0, way) for way in range(ways)], {}
-        for offer in self._own:
+        for offer in own:
             load, found[offer.part.name] = busy[0]
             heapq.heapreplace(busy, (load + offer.part.numel * offer.part.dtype.itemsize, busy[0][1]))
         return found
+
+    return lambda name, ways: spread(ways).get(name, zlib.crc32(name.encode()) % ways)
 
 
 def _in_order(several: Sequence[Sequence[_Checked]]) -> dict[str, TensorEntry]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from queue import Queue
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UnsupportedError
 from zckpt.base.pace import DEFAULT_PACE
 from zckpt.base.sizes import group_by_size, to_bytes
+from zckpt.core.catalog import TensorPart
 from zckpt.core.dtypes import DType
 from zckpt.deltas.encode import Encoder, TensorChange
 from zckpt.deltas.form import Checksum, DeltaForm, Encoding
@@ -41,7 +42,6 @@ from zckpt.jobs.opened import WorkingModel
 from zckpt.jobs.planned import protected_places
 from zckpt.jobs.versions import open_version, pair_tensors
 from zckpt.live.assignment import (
-    Assignment,
     Contribution,
     ContributionPart,
     ElementPlace,
@@ -113,7 +113,7 @@ def export_delta(
     before = attempt(lambda: open_version(directory, APPLY.ask()))
     world = Ranks("export_delta", digest_of_names(given))
     offers = given if isinstance(given, Exception) else given.offers
-    assigned = assign(world, before if isinstance(before, Exception) else offers)
+    mine, tensors = assign(world, before if isinstance(before, Exception) else offers)
     staging: LocalDestination | None = None
     wanted = None if dtype is None else to_dtype(str(dtype) if isinstance(dtype, torch.dtype) else dtype)
     most = to_bytes(max_shard_size)
@@ -121,7 +121,7 @@ def export_delta(
 
         def plan() -> _Share:
             nonlocal staging
-            [entries] = first_error([assigned.tensors])
+            [entries] = first_error([tensors])
             assert isinstance(given, LocalModel) and isinstance(before, WorkingModel)
             place = locate(out)
             form = form_for(place, version, encoding, checksum)
@@ -143,7 +143,7 @@ def export_delta(
         blind = world.fold([] if os.path.isdir(share.directory) else [world.rank], operator.add)
         world.tell(attempt(lambda: _refuse_blind(blind or [], os.fspath(out), world.size)) if world.rank == 0 else None)
         assert isinstance(given, LocalModel) and isinstance(before, WorkingModel)
-        tasks = _tasks(world, share, assigned)
+        tasks = _tasks(world, share, mine)
         work = _Work(world, given, before, share, tasks, old if isinstance(old, HeldWeights) else None)
         outcome = world.fold(attempt(work.carry_out), lambda one, later: attempt(lambda: _first_lost(one, later)))
 
@@ -208,13 +208,15 @@ class _Share:
         return {number + 1: [name for name, *_ in group] for number, group in several if number % size == rank}
 
 
-def _tasks(world: Ranks, share: _Share, assigned: Assignment) -> list[_Task]:
-    """All tensors, in an order in which the ranks' turns are spread evenly; each rank says to those that encode what it sends."""
+def _tasks(world: Ranks, share: _Share, parts: Mapping[str, TensorPart]) -> list[_Task]:
+    """All tensors, in an order in which the ranks' turns are spread evenly; each rank says to those that encode what it sends of
+    its `parts`.
+    """
     queues: list[list[tuple[str, str, DType]]] = [[] for _ in range(world.size)]
     for number, group in enumerate(share.groups):
         queues[number % world.size] += group
     order = [(rank, one) for step in zip_longest(*queues) for rank, one in enumerate(step) if one is not None]
-    mine = {name: contributions(assigned.mine, {own: ElementPlace(0, 0, dtype)}) for _, (name, own, dtype) in order}
+    mine = {name: contributions(parts, {own: ElementPlace(0, 0, dtype)}) for _, (name, own, dtype) in order}
     sent: list[dict[str, list[Contribution]]] = [{} for _ in range(world.size)]
     for owner, (name, _, _) in order:
         if mine[name]:

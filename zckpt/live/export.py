@@ -72,11 +72,11 @@ def consolidate(
     wanted = None if dtype is None else to_dtype(_name(dtype))
     given = attempt(lambda: local_model(engine_or_model))
     world = Ranks("consolidate", digest_of_names(given))
-    assigned = assign(world, given if isinstance(given, Exception) else given.offers)
+    mine, tensors = assign(world, given if isinstance(given, Exception) else given.offers)
     state: dict[str, torch.Tensor] = {}
 
     def plan() -> dict[str, ElementPlace]:
-        entries = _choose_tensors(assigned.tensors, exclude_frozen)
+        entries = _choose_tensors(tensors, exclude_frozen)
         for name, entry in entries.items():
             state[name] = torch.empty(entry.shape, dtype=getattr(torch, _dtype_of(entry, wanted).torch_name))
         return {name: ElementPlace(i, 0, _dtype_of(one, wanted)) for i, (name, one) in enumerate(entries.items())}
@@ -84,7 +84,7 @@ def consolidate(
     places = world.tell(attempt(plan) if world.rank == 0 else None)
     assert isinstance(given, LocalModel)
     sink = Memory(list(state.values())) if world.rank == 0 else None
-    brought = bring(world, given, contributions(assigned.mine, places), sink, range(1, world.size))
+    brought = bring(world, given, contributions(mine, places), sink, range(1, world.size))
     _end(world, brought, lambda sums: None, "error", wanted)
     state.update((dropped, state[kept]) for dropped, kept in given.aliases.items() if kept in state)
     return state
@@ -133,13 +133,13 @@ def save_pretrained(
     with contextlib.ExitStack() as stack:
         given = attempt(lambda: local_model(engine_or_model))
         world = Ranks("save_pretrained", digest_of_names(given))
-        assigned = assign(world, given if isinstance(given, Exception) else given.offers)
+        mine, tensors = assign(world, given if isinstance(given, Exception) else given.offers)
         work: tuple[Plan, LocalDestination, Manifest] | None = None
 
         def plan() -> _Share:
             nonlocal work
             aliases = given.aliases if isinstance(given, LocalModel) else {}
-            entries = _choose_tensors(assigned.tensors, exclude_frozen)
+            entries = _choose_tensors(tensors, exclude_frozen)
             small = small_files(engine_or_model, wanted or _usual(entries))
             laid, staging, places = _plan_export(entries, aliases, os.fspath(out_dir), wanted, target, small)
             stack.enter_context(staging)
@@ -162,7 +162,7 @@ def save_pretrained(
                 stacklevel=2,
             )
         sink = stack.enter_context(Files(paths, ranges)) if sees else None
-        brought = bring(world, given, contributions(assigned.mine, places), sink, far, clamp=overflow == "clamp")
+        brought = bring(world, given, contributions(mine, places), sink, far, clamp=overflow == "clamp")
         _end(world, brought, lambda sums: _publish(*work, sums) if work else None, overflow, wanted)
 
 

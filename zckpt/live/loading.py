@@ -27,7 +27,7 @@ from zckpt.core.catalog import Catalog, TensorEntry, TensorPart
 from zckpt.core.dtypes import BY_TORCH_NAME, DType, can_cast
 from zckpt.core.fragments import Block, Fragment
 from zckpt.core.overlaps import place, touching
-from zckpt.core.plan import Move, Plan
+from zckpt.core.plan import Move, Plan, Streamed
 from zckpt.core.stores import FileStore, MemoryStore
 from zckpt.engine import replicas
 from zckpt.engine.move import run
@@ -151,7 +151,7 @@ def move(wanted: Iterable[tuple[TensorEntry | TensorPart, torch.Tensor]], starts
     too_large: set[str] = set()
     if direct and not _is_read_at_once(direct):
         direct.sort(key=lambda pair: pair[1].address)
-        too_large |= _run(_Filling((), direct))  # type: ignore[arg-type]
+        too_large |= _run(Streamed((), direct, _moves_to(direct)))  # type: ignore[arg-type]
     if pieces:
         too_large |= _through_buffer(pieces)
     if too_large:
@@ -181,7 +181,7 @@ class _Room(NamedTuple):
         """Bytes of it."""
         return self.count * self.dtype.itemsize
 
-    def part(self, entry: TensorEntry) -> TensorPart:
+    def part(self, entry: TensorEntry | TensorPart) -> TensorPart:
         """As a part of the tensor."""
         return TensorPart(
             self.name, entry.shape, self.dtype, (Fragment(_MEMORY, self.address, self.start, self.count),)
@@ -193,27 +193,23 @@ _ONE_ROW = (1, 0, 0, 1, 1)
 """Rows, pitches and steps of a dense run."""
 
 
-class _Filling(Plan):
-    """A plan with rooms in place of destinations; of a file's own rows, moves are made without a part for each room."""
-
-    def moves(self) -> Iterator[Move | None]:
-        """As `Plan.moves`."""
-        pairs: Sequence[tuple[TensorEntry, _Room]] = self.pairs  # type: ignore[assignment]
-        for number, (entry, room) in enumerate(pairs):
-            held = entry.fragments
-            if not entry.flat or not all(type(one.store) is FileStore and one.store.at_hand for one in held):
-                for move in Plan((), ((entry, room.part(entry)),)).moves():
-                    yield None if move is None else move._replace(tensor=number)
-                continue
-            dtype, address, start, count = room[1:]
-            for one in touching(held, start, start + count, flat=True) if len(held) > _FEW else held:
-                first, stop = max(one.start, start), min(one.start + one.count, start + count)
-                if first < stop:
-                    at = one.byte_offset + (first - one.start) * entry.dtype.itemsize
-                    to = address + (first - start) * dtype.itemsize
-                    yield _dense(
-                        (one.store, at, _MEMORY, to, stop - first, entry.dtype, dtype, number, *_ONE_ROW, first, 0)
-                    )
+def _moves_to(wanted: Sequence[tuple[TensorEntry | TensorPart, _Room]]) -> Iterator[Move | None]:
+    """As `Plan.moves`, with rooms in place of destinations: of a file's own rows, without a part for each room."""
+    for number, (entry, room) in enumerate(wanted):
+        held = entry.fragments
+        if not entry.flat or not all(type(one.store) is FileStore and one.store.at_hand for one in held):
+            for move in Plan((), ((entry, room.part(entry)),)).moves():
+                yield None if move is None else move._replace(tensor=number)
+            continue
+        dtype, address, start, count = room[1:]
+        for one in touching(held, start, start + count, flat=True) if len(held) > _FEW else held:
+            first, stop = max(one.start, start), min(one.start + one.count, start + count)
+            if first < stop:
+                at = one.byte_offset + (first - one.start) * entry.dtype.itemsize
+                to = address + (first - start) * dtype.itemsize
+                yield _dense(
+                    (one.store, at, _MEMORY, to, stop - first, entry.dtype, dtype, number, *_ONE_ROW, first, 0)
+                )
 
 
 def _is_read_at_once(wanted: Sequence[tuple[TensorEntry | TensorPart, _Room]]) -> bool:

@@ -71,23 +71,19 @@ def _wait() -> None:
     """Waits for saves that the script did not wait for; if one failed, the process gets another exit status than 0."""
     ended_well = [saving.end() for saving in tuple(_under_way)]
     if not all(ended_well) and sys.stdout is not None:
-        sys.stdout = _Unflushed(sys.stdout)
+        _fail_last_flush(sys.stdout)
 
 
-class _Unflushed:
-    """A stand-in for standard output with a last flush that fails; see [Note: the end of a process]."""
+def _fail_last_flush(stream: Any) -> None:
+    """Makes the last flush of standard output fail; see [Note: the end of a process]."""
+    flush = stream.flush
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        """Flushes the stream; raises at the very end of the process."""
-        self._stream.flush()
+    def fail_at_end() -> None:
+        flush()
         if sys.is_finalizing():
             raise RuntimeError("a save has failed")
+
+    stream.flush = fail_at_end
 
 
 threading._register_atexit(_wait)  # type: ignore[attr-defined]

@@ -22,16 +22,15 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import IncompleteError, InconsistentError, OutputError
 from zckpt.core.catalog import TensorEntry, TensorPart
 from zckpt.core.fragments import Fragment
-from zckpt.core.plan import Pair
+from zckpt.core.plan import Pair, Plan
 from zckpt.core.stores import FileStore
-from zckpt.engine import move
 from zckpt.layouts.save.listing import is_deepspeed_file
 from zckpt.layouts.save.module_states import index_of
 from zckpt.layouts.save.pointers import latest_of
 from zckpt.layouts.zero.same_layout import Held
 from zckpt.live.plain_values import dtype_of
 from zckpt.runtime.saves.exchange import Exchange, RankStore
-from zckpt.runtime.saves.rounds import Rounds, Streamed
+from zckpt.runtime.saves.rounds import Rounds
 from zckpt.runtime.sharding.parameter import ShardedParameter
 from zckpt.runtime.training_run import TrainingRun
 from zckpt.runtime.world import elements_of
@@ -82,7 +81,7 @@ class NodeFiles:
             places: dict[Hashable, torch.Tensor] = dict(enumerate(host))
             files = [self._key(name) for name in sorted(self.owners)]
             exchange = Exchange(run.global_rank, run.world_size, None, run.device, True, places.__getitem__, files)
-            rounds = Rounds(exchange, pairs)
+            rounds = Rounds(exchange, Plan((), pairs))
         errors = _on_every_rank(run, lambda: None if tried.error is None else f"rank {run.global_rank}: {tried.error}")
         if tried.error is not None:
             raise tried.error
@@ -91,8 +90,7 @@ class NodeFiles:
                 "the load failed on another rank", file=self.directory, found=error,
                 remedy="Mend what that rank reports, then start all ranks again.",
             )  # fmt: skip
-        with rounds:
-            move.run(Streamed((), pairs, rounds), "", overflow="inf")
+        rounds.carry_out("")
         for (*_, tensor), copy in zip(wanted, host, strict=True):
             if copy is not tensor:
                 tensor.copy_(copy)

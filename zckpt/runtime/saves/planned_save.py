@@ -6,7 +6,7 @@ trains on.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,15 +15,13 @@ import torch
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
 from zckpt.core.catalog import Catalog
-from zckpt.core.plan import OutputFile, Pair, Plan
-from zckpt.core.stores import FileStore
-from zckpt.engine import move
+from zckpt.core.plan import Plan
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.zero.write import ZeroTarget, lay_out_rank, lay_out_unsharded
 from zckpt.runtime.saves import rank_states
 from zckpt.runtime.saves.description import Described, describe, describe_training, signature, target_of, tensors_of
 from zckpt.runtime.saves.exchange import Exchange
-from zckpt.runtime.saves.rounds import Rounds, Streamed
+from zckpt.runtime.saves.rounds import Rounds
 from zckpt.runtime.saves.run_state import RunState
 from zckpt.runtime.sharding.shard import home_of
 from zckpt.runtime.training_run import TrainingRun
@@ -51,17 +49,6 @@ class Outlined:
     own: Plan | None
     takes_part: bool
     rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSave:
-    """A save that is planned but not begun: this rank's files, the pairs that fill them, and the rounds in which elements come
-    to them, and to others from here; None on a rank that takes no part.
-    """
-
-    files: tuple[tuple[OutputFile, FileStore], ...]
-    pairs: Sequence[Pair]
-    rounds: Rounds | None
 
 
 def outline(state: RunState, client_state: Mapping[str, Any], place: str, *, copied: bool = False) -> Outlined:
@@ -103,34 +90,19 @@ def exchange_of(state: RunState) -> Exchange:
     return Exchange(sharded.rank, sharded.size, group, run.device, direct, tensors.__getitem__, list(tensors))
 
 
-def plan(outlined: Outlined, exchange: Exchange) -> PlannedSave:
-    """Plans the files and rounds. Writes nothing, and reads nothing of the run. Raises ZckptError if the files cannot
-    be laid out, or there is no memory for the exchange.
+def plan(outlined: Outlined, exchange: Exchange) -> Rounds | None:
+    """Plans this rank's files, and the rounds in which elements come to them, and to others from here; None on a rank that has
+    no part in it. Writes nothing, and reads nothing of the run. Raises ZckptError if the files cannot be laid out, or there is no
+    memory for the exchange.
     """
     own, weights, training = outlined.own, outlined.weights, outlined.training
     target = outlined.target
     if not outlined.takes_part:
         nothing: dict[Hashable, torch.Tensor] = {}  # `own` holds all that it needs
         alone = Exchange(0, 1, None, torch.device("cpu"), True, nothing.__getitem__, ())
-        return PlannedSave((), (), None) if own is None else _plan_files([own], alone)
+        return None if own is None else Rounds(alone, own)
     if target.stage == 0:
         laid = lay_out_unsharded(weights, training, target.tag, target.world_size * target.copies)
     else:
         laid = lay_out_rank(weights, training, target, outlined.rank)
-    return _plan_files([laid] if own is None else [laid, own], exchange)
-
-
-def _plan_files(several: Sequence[Plan], exchange: Exchange) -> PlannedSave:
-    """All files of a rank, one after the other."""
-    laid = Plan.of(several)
-    return PlannedSave(laid.files, laid.pairs, Rounds(exchange, laid.pairs))
-
-
-def write(planned: PlannedSave, directory: str) -> None:
-    """Writes and syncs this rank's files, and sends the others what theirs need. Raises OutputError if a file cannot be
-    written; the exchange was carried to its end.
-    """
-    if planned.rounds is None:
-        return
-    with planned.rounds as rounds:
-        move.run(Streamed(planned.files, planned.pairs, rounds), directory, overflow="inf")
+    return Rounds(exchange, laid if own is None else Plan.of([laid, own]))

@@ -3,14 +3,14 @@
 In a round every rank asks the holders of its turns for pieces, then all pieces go in one all-to-all, and the engine writes them
 while the next round is on its way. Two buffers for receiving and two for sending are all the memory that it takes.
 [Note: failures] A rank that left in the middle of the rounds would leave the others waiting for ever. So the buffers are
-allocated before the first round (by `Rounds`), and ranks agree that all have theirs; a rank that fails after that carries
-on with the remaining rounds (`Rounds.__exit__`): it asks for nothing, sends whatever is in its buffers, and raises its error when
-they are over. Ranks agree once more after the rounds, and throw away what they received if anyone failed.
+allocated before the first round (by `Rounds`), and ranks agree that all have theirs; a rank that fails after that goes on with
+the remaining rounds (`Rounds.carry_out`): it asks for nothing, sends whatever is in its buffers, and raises its error when they
+are over. Ranks agree once more after the rounds, and throw away what they received if anyone failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OutputError, add_note
 from zckpt.base.words import size
 from zckpt.core.dtypes import BY_TORCH_NAME
-from zckpt.core.plan import Move, Pair, Plan
+from zckpt.core.plan import Move, Plan, Streamed
 from zckpt.core.stores import MemoryStore
+from zckpt.engine.move import run
 from zckpt.runtime.saves.exchange import (
     LARGEST_ITEM,
     Exchange,
@@ -45,15 +46,13 @@ _MEMORY = MemoryStore(0, 1 << 62)
 
 
 class Rounds:
-    """The rounds of one rank, as moves for the engine. Use as a context manager; see [Note: failures].
-
-    Iterating gives each round's moves after its elements have come, then None: by the next request they are carried out. No other
-    collective may be called meanwhile. Raises OutputError if there is no memory for the buffers.
+    """The rounds of one rank: they carry out a plan with sources that other ranks hold. Raises OutputError if there is no memory
+    for the buffers.
     """
 
-    def __init__(self, exchange: Exchange, pairs: Sequence[Pair]) -> None:
-        self._exchange = exchange
-        self._wanted = WantedMoves(exchange, pairs)
+    def __init__(self, exchange: Exchange, plan: Plan) -> None:
+        self._exchange, self._plan = exchange, plan
+        self._wanted = WantedMoves(exchange, plan.pairs)
         self._numbers = {key: number for number, key in enumerate(exchange.keys)}
         self._turns: Iterator[list[Turn]] | None = None
         self._streams: dict[int, Stream] = {}
@@ -70,7 +69,24 @@ class Rounds:
                 remedy="Free memory on this rank.",
             ) from error  # fmt: skip
 
-    def __iter__(self) -> Iterator[Move | None]:
+    def carry_out(self, directory: str) -> None:
+        """Writes the plan's files into a directory, and sends the others what theirs need; no other collective may be called
+        meanwhile. Raises OutputError if a file cannot be written; the exchange was carried to its end, see [Note: failures].
+        """
+        try:
+            run(Streamed(self._plan.files, self._plan.pairs, self._every_move()), directory, overflow="inf")
+        except Exception as error:
+            try:
+                for coming in self._under_way:
+                    coming.wait()
+                while (left := self._start(failed=True)) is not None:
+                    left.wait()
+            except RuntimeError as lost:
+                add_note(error, f"The exchange between ranks was broken off: {str(lost).splitlines()[0]}")
+            raise
+
+    def _every_move(self) -> Iterator[Move | None]:
+        """Each round's moves after its elements have come, then None: by the next request they are carried out."""
         coming = self._start()
         for piece in self._wanted.here():
             yield self._from_here(piece)
@@ -79,20 +95,6 @@ class Rounds:
             after = self._start()
             yield from self._moves(coming)
             coming = after
-
-    def __enter__(self) -> Rounds:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception):
-            return
-        try:
-            for coming in self._under_way:
-                coming.wait()
-            while (left := self._start(failed=True)) is not None:
-                left.wait()
-        except RuntimeError as lost:
-            add_note(error, f"The exchange between ranks was broken off: {str(lost).splitlines()[0]}")
 
     def _start(self, *, failed: bool = False) -> _Coming | None:
         """Requests what comes in the next round, sends what others request, and begins to receive; None after the last
@@ -220,14 +222,3 @@ class _Coming:
         """Waits until the elements have arrived, and those that this rank sends have gone."""
         if self.work is not None:
             self.work.wait()
-
-
-@dataclass(frozen=True, slots=True)
-class Streamed(Plan):
-    """A plan with sources that fill up while it is carried out. `source`: of its moves; it can be read once."""
-
-    source: Iterable[Move | None]
-
-    def moves(self) -> Iterator[Move | None]:
-        """The moves, this once."""
-        return iter(self.source)

@@ -33,9 +33,10 @@ from zckpt.output.saves import STAGED
 from zckpt.runtime.saves.background import Saving
 from zckpt.runtime.saves.description import tensors_of
 from zckpt.runtime.saves.exchange import Exchange, make_group
-from zckpt.runtime.saves.planned_save import Outlined, PlannedSave, exchange_of, outline, plan, write
+from zckpt.runtime.saves.planned_save import Outlined, exchange_of, outline, plan
 from zckpt.runtime.saves.publication import Publication, check_tag
 from zckpt.runtime.saves.rank_states import digest_of
+from zckpt.runtime.saves.rounds import Rounds
 from zckpt.runtime.saves.run_state import RunState, capture
 from zckpt.runtime.saves.snapshot import Pool, Snapshot
 from zckpt.runtime.training_run import TrainingRun
@@ -111,7 +112,7 @@ def _begin_together(
     client_state: Mapping[str, Any],
     *,
     only_trained: bool,
-) -> tuple[PlannedSave | Copied, str]:
+) -> tuple[Rounds | Copied | None, str]:
     """The save, planned or copied on every rank, and the directory for this rank's files."""
     run = state.run
     means = None
@@ -119,7 +120,7 @@ def _begin_together(
         means = _means.setdefault(run, _Means())
         means.number += 1  # before anything that may fail on this rank alone
     state = _with_all_generators(state)
-    begun: PlannedSave | Copied
+    begun: Rounds | Copied | None = None
     with Attempt() as tried:
         publication.begin()
         _warn_of_gradients(state)
@@ -166,11 +167,12 @@ def _finish_copied(meetings: Meetings, publication: Publication, copied: Copied,
     means.group = group  # after a failure ranks may be at different places in it
 
 
-def _finish(meetings: Meetings, publication: Publication, planned: PlannedSave, root: str) -> None:
+def _finish(meetings: Meetings, publication: Publication, planned: Rounds | None, root: str) -> None:
     """Writes the files, and gives them their name when all ranks have."""
     try:
         with Attempt() as tried:
-            write(planned, root)
+            if planned is not None:
+                planned.carry_out(root)
         meetings.agree("save_checkpoint", tried.error)
         publication.publish(meetings)
     finally:
