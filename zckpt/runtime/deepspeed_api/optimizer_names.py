@@ -115,8 +115,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
-class FusedLamb(Lamb):
-    """`Lamb` by its class in DeepSpeed."""
+FusedLamb = Lamb
 
 
 class FusedLion(Lion):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -172,19 +172,17 @@ def names_of_places(parameters: Sequence[ShardedParameter]) -> dict[tuple[int, s
     return {(id(module), name): one.name for one in parameters for module, name in one.holders}
 
 
-class _Now:
-    """The backwards that run in this process: how many an engine has begun, and whether the loss of the one that a script
-    has begun is multiplied by a loss scale.
-    """
-
-    of_engines = 0
-    scaled = False
-
-
 class DirectBackwards:
     """Follows the backwards that no engine began. `begin` is called when such a backward reaches the first parameter, and says
     by how much gradients are divided.
+
+    Attributes:
+        of_engines: how many backwards that run in this process an engine has begun.
+        scaled: the loss of the one that a script has begun is multiplied by a loss scale.
     """
+
+    of_engines: ClassVar[int] = 0
+    scaled: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, parameters: Sequence[ShardedParameter], begin: Callable[[bool], int]) -> None:
         self._begin = begin
@@ -208,11 +206,11 @@ class DirectBackwards:
         self._waiting = left
 
     def _received(self, grad: torch.Tensor) -> torch.Tensor:
-        if _Now.of_engines:
+        if DirectBackwards.of_engines:
             return grad
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._divisor = self._begin(_Now.scaled)
+            self._divisor = self._begin(DirectBackwards.scaled)
             self._task = task
         return grad if self._divisor == 1 else grad / self._divisor
 
@@ -220,18 +218,18 @@ class DirectBackwards:
 @contextmanager
 def of_engine() -> Iterator[None]:
     """Marks backwards inside the context as an engine's: their loss is divided and scaled already."""
-    _Now.of_engines += 1
+    DirectBackwards.of_engines += 1
     try:
         yield
     finally:
-        _Now.of_engines -= 1
+        DirectBackwards.of_engines -= 1
 
 
 def mark_scaled(loss: torch.Tensor) -> torch.Tensor:
     """Marks the backward of a loss as scaled."""
 
     def mark(grad: torch.Tensor) -> None:
-        _Now.scaled = True
+        DirectBackwards.scaled = True
         Variable._execution_engine.queue_callback(forget_scaled)
 
     loss.register_hook(mark)
@@ -240,4 +238,4 @@ def mark_scaled(loss: torch.Tensor) -> torch.Tensor:
 
 def forget_scaled() -> None:
     """Clears the mark: no scaled backward runs now."""
-    _Now.scaled = False
+    DirectBackwards.scaled = False

@@ -214,29 +214,21 @@ def allow_parts(model: nn.Module) -> list[Callable[[], None]]:
                     unit.reshard()
 
     for module, units in _between(model):
-        _Part(units, ended).hook(module)
+        _gather_around(module, units, ended)
         module.register_forward_pre_hook(prepare, prepend=True)
     model.register_forward_pre_hook(prepare, prepend=True)
     return ended
 
 
-class _Part:
-    """The units around a module that it needs when it is called by itself."""
+def _gather_around(module: nn.Module, units: list[FSDPModule], ended: list[Callable[[], None]]) -> None:
+    """Makes a module that is called by itself gather the units around it before its forwards, and free them after."""
+    begun: list[tuple[list[FSDPModule], list[Any]]] = []
 
-    def __init__(self, units: list[FSDPModule], ended: list[Callable[[], None]]) -> None:
-        self._units, self._ended = units, ended
-        self._begun: list[tuple[list[FSDPModule], list[Any]]] = []
-
-    def hook(self, module: nn.Module) -> None:
-        """Makes the module's forwards gather before and free after."""
-        module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._after, always_call=True)
-
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         gathered: list[FSDPModule] = []
         entered: list[Any] = []
-        self._begun.append((gathered, entered))
-        for unit in self._units:
+        begun.append((gathered, entered))
+        for unit in units:
             state: Any = unit._get_fsdp_state()
             if torch.is_grad_enabled():
                 if state._training_state == TrainingState.IDLE:
@@ -248,17 +240,20 @@ class _Part:
                     unit.unshard()
         return (args, kwargs) if entered else None
 
-    def _after(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        if not self._begun:
+    def after(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not begun:
             return None
-        gathered, entered = self._begun.pop()
+        gathered, entered = begun.pop()
         for unit in gathered:
             unit.reshard()
         for state in reversed(entered):
             output = state._post_forward(module, inputs, output)
-        for end in self._ended if entered else ():
+        for end in ended if entered else ():
             end()
         return output if entered else None
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
 
 
 def _between(model: nn.Module) -> list[tuple[nn.Module, list[FSDPModule]]]:

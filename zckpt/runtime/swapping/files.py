@@ -219,30 +219,18 @@ except ImportError:  # built without a compiler
     Swapper = None  # type: ignore[assignment,misc]
 
 
-class Stretch(NamedTuple):
-    """A run of bytes in a buffer and in a file; all three are multiples of ALIGN."""
-
-    at: int
-    offset: int
-    nbytes: int
+def elements_in(buffer: torch.Tensor, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Elements of a buffer from a byte on that is a multiple of ALIGN."""
+    return buffer[at : at + count * dtype.itemsize].view(dtype)
 
 
-class Buffer:
-    """Aligned memory of this process. `bytes`: all of it."""
-
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
-        room = torch.empty(nbytes + ALIGN, dtype=torch.uint8, pin_memory=pin)
-        first = -room.data_ptr() % ALIGN
-        self.bytes = room[first : first + nbytes]
-
-    def view(self, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements at a byte that is a multiple of ALIGN."""
-        return self.bytes[at : at + count * dtype.itemsize].view(dtype)
+_Run = tuple[int, int, int]
+"""The place of bytes in a buffer, their offset in a file, and how many they are; all three are multiples of ALIGN."""
 
 
 class Transfers:
     """Reads and writes under way: `blocks` at a time, each of `block_bytes` at most, a multiple of ALIGN. `pin`: buffers
-    are page-locked.
+    are page-locked. A buffer is a vector of bytes.
     """
 
     def __init__(self, blocks: int, block_bytes: int, *, pin: bool) -> None:
@@ -250,10 +238,16 @@ class Transfers:
         kind: Any = _Threads if Swapper is None else Swapper
         self._engine: Swapper | _Threads = kind(blocks, block_bytes)
 
-    def begin(self, file: SwapFile, buffer: Buffer, stretches: Sequence[Stretch], *, write: bool) -> Transfer:
+    def make_buffer(self, nbytes: int) -> torch.Tensor:
+        """A buffer, in memory that begins at a multiple of ALIGN."""
+        room = torch.empty(nbytes + ALIGN, dtype=torch.uint8, pin_memory=self.pin)
+        first = -room.data_ptr() % ALIGN
+        return room[first : first + nbytes]
+
+    def begin(self, file: SwapFile, buffer: torch.Tensor, runs: Sequence[_Run], *, write: bool) -> Transfer:
         """Begins to read into a buffer, or to write from it."""
-        base = buffer.bytes.data_ptr()
-        packed = b"".join(struct.pack("<3Q", base + one.at, one.offset, one.nbytes) for one in merge_copies(stretches))
+        base = buffer.data_ptr()
+        packed = b"".join(struct.pack("<3Q", base + at, offset, nbytes) for at, offset, nbytes in runs)
         return Transfer(self._engine, self._engine.begin(file.fd, write, packed), file, buffer, write)
 
 
@@ -264,7 +258,7 @@ class Transfer:
     engine: Swapper | _Threads
     number: int
     file: SwapFile
-    buffer: Buffer
+    buffer: torch.Tensor
     write: bool
 
     def wait(self) -> None:
@@ -278,35 +272,28 @@ class Transfer:
             )  # fmt: skip
 
 
-def merge_copies(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """The same bytes in as few stretches as possible."""
-    found: list[Stretch] = []
-    for one in stretches:
-        last = found[-1] if found else None
-        if last is not None and (last.at + last.nbytes, last.offset + last.nbytes) == one[:2]:
-            found[-1] = last._replace(nbytes=last.nbytes + one.nbytes)
-        else:
-            found.append(one)
-    return found
-
-
 class BufferPlaces:
     """Runs of bytes in files, each with a place in one buffer. `nbytes`: of the buffer that they need."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._stretches: dict[SwapFile, list[Stretch]] = {}
+        self._runs: dict[SwapFile, list[_Run]] = {}
 
     def add(self, file: SwapFile, offset: int, nbytes: int) -> int:
         """Adds a run, with the room behind it that is read and written too; returns its place."""
-        one = Stretch(self.nbytes, offset, padded_size(nbytes))
-        self._stretches.setdefault(file, []).append(one)
-        self.nbytes += one.nbytes
-        return one.at
+        at, more, runs = self.nbytes, padded_size(nbytes), self._runs.setdefault(file, [])
+        self.nbytes += more
+        if runs:
+            place, first, before = runs[-1]
+            if (place + before, first + before) == (at, offset):
+                runs[-1] = place, first, before + more
+                return at
+        runs.append((at, offset, more))
+        return at
 
-    def begin(self, transfers: Transfers, buffer: Buffer, *, write: bool) -> list[Transfer]:
+    def begin(self, transfers: Transfers, buffer: torch.Tensor, *, write: bool) -> list[Transfer]:
         """Begins to read all runs into a buffer, or to write them from it."""
-        return [transfers.begin(file, buffer, runs, write=write) for file, runs in self._stretches.items()]
+        return [transfers.begin(file, buffer, runs, write=write) for file, runs in self._runs.items()]
 
 
 class _Threads:
@@ -373,7 +360,8 @@ def fill_through(tensors: Sequence[torch.Tensor], read: Callable[[Sequence[Fille
     if not swapped:
         return
     most = min(_BUFFER_BYTES, sum(padded_size(tensor.nbytes) for _, tensor, *_ in swapped))
-    buffer, transfers = Buffer(most, pin=False), Transfers(8, 1 << 20, pin=False)
+    transfers = Transfers(8, 1 << 20, pin=False)
+    buffer = transfers.make_buffer(most)
     for pieces, places in _fillings(swapped, buffer):
         read(pieces)
         begun = places.begin(transfers, buffer, write=True)
@@ -386,21 +374,21 @@ def fill_through(tensors: Sequence[torch.Tensor], read: Callable[[Sequence[Fille
 
 
 def _fillings(
-    swapped: Sequence[tuple[int, torch.Tensor, SwapFile, int]], buffer: Buffer
+    swapped: Sequence[tuple[int, torch.Tensor, SwapFile, int]], buffer: torch.Tensor
 ) -> Iterator[tuple[list[Filled], BufferPlaces]]:
     """Pieces that fill a buffer, and their places in it and in files; `swapped` has the file and offset of numbered tensors."""
     pieces, places = list[Filled](), BufferPlaces()
     for number, tensor, file, offset in swapped:
         itemsize, total, start = tensor.dtype.itemsize, tensor.numel(), 0
         while start < total:
-            room = (buffer.bytes.numel() - places.nbytes) // ALIGN * ALIGN // itemsize
+            room = (buffer.numel() - places.nbytes) // ALIGN * ALIGN // itemsize
             if not room:
                 yield pieces, places
                 pieces, places = [], BufferPlaces()
                 continue
             count = min(room, total - start)
             at = places.add(file, offset + start * itemsize, count * itemsize)
-            buffer.bytes[at + count * itemsize : places.nbytes].zero_()
-            pieces.append(Filled(number, start, buffer.view(at, count, tensor.dtype)))
+            buffer[at + count * itemsize : places.nbytes].zero_()
+            pieces.append(Filled(number, start, elements_in(buffer, at, count, tensor.dtype)))
             start += count
     yield pieces, places

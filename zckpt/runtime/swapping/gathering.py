@@ -17,7 +17,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from zckpt.base.dataclass import dataclass
-from zckpt.runtime.swapping.files import Buffer, BufferPlaces, Region, Transfer, Transfers
+from zckpt.runtime.swapping.files import BufferPlaces, Region, Transfer, Transfers, elements_in
 
 
 class SwappedParameter(FSDPParam):
@@ -82,7 +82,7 @@ class SwappedUnit:
 @dataclass(slots=True, eq=False)
 class _Read:
     unit: SwappedUnit
-    buffer: Buffer
+    buffer: torch.Tensor
     transfers: list[Transfer]
     versions: list[int]
 
@@ -94,7 +94,7 @@ class Reader:
         self._transfers, self._room = transfers, room
         self._now: _Read | None = None
         self._ahead: dict[int, _Read] = {}
-        self._free: list[Buffer] = []
+        self._free: list[torch.Tensor] = []
         self._next: dict[tuple[int, int], SwappedUnit] = {}
         self._trail: tuple[SwappedUnit | None, SwappedUnit | None] = (None, None)
 
@@ -103,7 +103,8 @@ class Reader:
         if self._now is None or self._now.unit is not unit or self._now.versions != _versions(unit):
             self._turn_to(unit)
         assert self._now is not None
-        return self._now.buffer.view(rows.at, rows.region.tensor.numel(), rows.region.tensor.dtype)
+        tensor = rows.region.tensor
+        return elements_in(self._now.buffer, rows.at, tensor.numel(), tensor.dtype)
 
     def forget(self) -> None:
         """Drops everything that was read: the file changes, or may have changed."""
@@ -144,10 +145,8 @@ class Reader:
 
     def _begin(self, unit: SwappedUnit) -> _Read:
         nbytes = unit.places.nbytes
-        fitting = [one for one in self._free if nbytes <= one.bytes.numel() <= 2 * nbytes]
-        if fitting:
-            self._free.remove(fitting[0])
-        buffer = fitting[0] if fitting else Buffer(nbytes, pin=self._transfers.pin)
+        fitting = [number for number, one in enumerate(self._free) if nbytes <= one.numel() <= 2 * nbytes]
+        buffer = self._free.pop(fitting[0]) if fitting else self._transfers.make_buffer(nbytes)
         del self._free[2:]
         versions = _versions(unit)
         return _Read(unit, buffer, unit.places.begin(self._transfers, buffer, write=False), versions)

@@ -27,7 +27,7 @@ from torch.optim import Adagrad, Adam, AdamW, Optimizer
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError
 from zckpt.runtime.optimizers.lion_lamb import Lion
-from zckpt.runtime.swapping.files import Buffer, BufferPlaces, Region, SwapFile, Transfer, Transfers, padded_size
+from zckpt.runtime.swapping.files import BufferPlaces, Region, SwapFile, Transfer, Transfers, elements_in, padded_size
 from zckpt.runtime.swapping.gathering import SwappedRows
 
 try:
@@ -333,9 +333,9 @@ class SwappedStep:
     def _run(self, swapped: list[Vectors]) -> None:
         waiting = deque(self._cut(swapped))
         size = max((one.places.nbytes for one in waiting), default=0)
-        free = [Buffer(size, pin=self._transfers.pin) for _ in range(min(self._sub_groups, len(waiting)))]
-        reading: deque[tuple[SubGroup, Buffer, list[Transfer]]] = deque()
-        writing: deque[tuple[Buffer, list[Transfer]]] = deque()
+        free = [self._transfers.make_buffer(size) for _ in range(min(self._sub_groups, len(waiting)))]
+        reading: deque[tuple[SubGroup, torch.Tensor, list[Transfer]]] = deque()
+        writing: deque[tuple[torch.Tensor, list[Transfer]]] = deque()
         try:
             while waiting or reading:
                 while waiting and free:
@@ -372,7 +372,7 @@ class SwappedStep:
         if now.pieces:
             yield now
 
-    def _update(self, sub_group: SubGroup, buffer: Buffer) -> None:
+    def _update(self, sub_group: SubGroup, buffer: torch.Tensor) -> None:
         by_torch: list[tuple[Piece, torch.nn.Parameter]] = []
         for piece in sub_group.pieces:
             one, span = piece.vectors, slice(piece.start, piece.start + piece.count)
@@ -381,7 +381,7 @@ class SwappedStep:
 
             def part(name: str, piece: Piece = piece, span: slice = span) -> torch.Tensor:
                 if name in piece.places:
-                    return buffer.view(piece.places[name], piece.count, _F32)
+                    return elements_in(buffer, piece.places[name], piece.count, _F32)
                 return piece.vectors.vector(name)[span]
 
             if one.kernel is not None:
@@ -405,7 +405,7 @@ class SwappedStep:
         for piece in sub_group.pieces:
             rows = self._rows.get(id(piece.vectors.master))
             if rows is not None and rows.cache is not None:
-                updated = buffer.view(piece.places[""], piece.count, _F32)
+                updated = elements_in(buffer, piece.places[""], piece.count, _F32)
                 rows.cache[piece.start : piece.start + piece.count].copy_(updated)
 
     def _call_own(self, params: Mapping[int, list[Any]]) -> None:
@@ -415,13 +415,13 @@ class SwappedStep:
         if any(params.values()):
             self._own(self._optimizer)
 
-    def _take_states(self, piece: Piece, buffer: Buffer, state: dict[str, Any]) -> None:
+    def _take_states(self, piece: Piece, buffer: torch.Tensor, state: dict[str, Any]) -> None:
         """Keeps the results of the optimizer's own step on a piece: numbers, and in its first step its states."""
         one, kept = piece.vectors, self._optimizer.state[piece.vectors.master]
         for name, value in state.items():
             if name in piece.places:
-                if value.data_ptr() != buffer.view(piece.places[name], piece.count, _F32).data_ptr():
-                    buffer.view(piece.places[name], piece.count, _F32).copy_(value)
+                if value.data_ptr() != elements_in(buffer, piece.places[name], piece.count, _F32).data_ptr():
+                    elements_in(buffer, piece.places[name], piece.count, _F32).copy_(value)
             elif one.is_large(name) or (
                 name not in ONE_NUMBER and name not in one.before and _is_vector(value, piece.count)
             ):
@@ -445,7 +445,7 @@ def _is_vector(value: object, count: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == _F32 and value.shape == (count,)
 
 
-def _wait(buffer: Buffer, transfers: list[Transfer]) -> Buffer:
+def _wait(buffer: torch.Tensor, transfers: list[Transfer]) -> torch.Tensor:
     for transfer in transfers:
         transfer.wait()
     return buffer
