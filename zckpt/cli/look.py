@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import UsageError
-from zckpt.cli.declare import Checkpoint, Shown, ShownProgress, command, output
+from zckpt.cli.declare import Checkpoint, Shown, ShownProgress, command, output, positive
 from zckpt.jobs.declarations import DIFF, LOOK, VERIFY
-from zckpt.jobs.groups import option
 
 if TYPE_CHECKING:
     from zckpt.cli.output import Console
@@ -27,22 +25,21 @@ if TYPE_CHECKING:
 _SHOWN = "What to draw"
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class Drawn:
-    """What is drawn, and where it goes."""
-
-    html: str | None = option(
-        None, "--html", "text", "Write the map as one HTML file, which needs no network.", _SHOWN, metavar="FILE"
-    )
-    open_page: bool = option(
-        False, "--open", "flag", "Show it in the browser; without --html, from a temporary file.", _SHOWN
-    )
-    reshard: int | None = option(
-        None, "--reshard", "positive", "Also draw what 'zckpt reshard --world-size N' would write.", _SHOWN, metavar="N"
-    )
-    stage: int | None = option(
-        None, "--stage", "number", "ZeRO stage for --reshard; by default CKPT's.", _SHOWN, metavar="1|2|3", min=1, max=3
-    )
+_shown = partial(typer.Option, rich_help_panel=_SHOWN)
+MapPage = Annotated[
+    str | None, _shown("--html", metavar="FILE", help="Write the map as one HTML file, which needs no network.")
+]
+OpenMap = Annotated[bool, _shown("--open", help="Show it in the browser; without --html, from a temporary file.")]
+Reshard = Annotated[
+    int | None,
+    _shown(
+        "--reshard", metavar="N", callback=positive, help="Also draw what 'zckpt reshard --world-size N' would write."
+    ),
+]
+Stage = Annotated[
+    int | None,
+    _shown("--stage", metavar="1|2|3", min=1, max=3, help="ZeRO stage for --reshard; by default CKPT's."),
+]
 
 
 @command(
@@ -53,24 +50,31 @@ class Drawn:
     job=LOOK,
     example="zckpt map out/checkpoint-500 --html map.html --open",
 )
-def draw_map(ckpt: Checkpoint, drawn: Drawn, asked: Asked[None], shown: Shown) -> None:
+def draw_map(
+    ckpt: Checkpoint,
+    html: MapPage = None,
+    open_page: OpenMap = False,
+    reshard: Reshard = None,
+    stage: Stage = None,
+    *,
+    asked: Asked[None],
+    shown: Shown,
+) -> None:
     """Draws a map."""
     from zckpt.pictures.map_page import map as map_of
     from zckpt.pictures.terminal import draw
 
-    if drawn.stage is not None and drawn.reshard is None:
+    if stage is not None and reshard is None:
         raise UsageError(
             "--stage is of use only with --reshard", found="--stage without --reshard",
             remedy="Add --reshard N, or leave out --stage.",
         )  # fmt: skip
     sink = shown.console
     how = asked.reading
-    found = map_of(
-        ckpt, how.tag, how.also, how.read_options, world_size=drawn.reshard, stage=drawn.stage, as_part=how.as_part
-    )
+    found = map_of(ckpt, how.tag, how.also, how.read_options, world_size=reshard, stage=stage, as_part=how.as_part)
     if not sink.as_json:
         sink.notes(found.drawn.inspection.place.notes)
-    page = place_of_page(drawn.html, "map") if drawn.html is not None or drawn.open_page else None
+    page = place_of_page(html, "map") if html is not None or open_page else None
     if page is not None:
         found.save(page)
     done = "" if page is None else f"The page {page} is complete."
@@ -80,7 +84,7 @@ def draw_map(ckpt: Checkpoint, drawn: Drawn, asked: Asked[None], shown: Shown) -
         sink.result(dict, lambda: [f"wrote {page}"], done=done)
     elif not sink.quiet:
         draw(found.in_colours(sink.width))
-    if drawn.open_page and page is not None:
+    if open_page and page is not None:
         show_page(page, sink)
 
 
@@ -136,24 +140,12 @@ Like = Annotated[
         help="Check by headers alone that a loader of this model finds every tensor: a directory, a config.json, or hf://OWNER/NAME.",
     ),
 ]
+Atol = Annotated[
+    float | None,
+    _checks("--atol", metavar="X", min=0, help="Equal if |a - b| <= X + Y |b|; by default bit for bit."),
+]
+Rtol = Annotated[float | None, _checks("--rtol", metavar="Y", min=0, help="See --atol.")]
 Deep = Annotated[bool, _checks("--deep", help="Read every byte: checksums, copies of weights, NaN and infinity.")]
-
-
-@dataclass(frozen=True, repr=False, eq=False)
-class Tolerance:
-    """The tolerance within which values count as equal."""
-
-    atol: float | None = option(
-        None, "--atol", "real", "Equal if |a - b| <= X + Y |b|; by default bit for bit.", _CHECKS, metavar="X", min=0
-    )
-    rtol: float | None = option(None, "--rtol", "real", "See --atol.", _CHECKS, metavar="Y", min=0)
-
-    @property
-    def words(self) -> str:
-        """The tolerance as a sentence; empty for equality bit for bit."""
-        if self.atol is None and self.rtol is None:
-            return ""
-        return f"Numbers are equal if |a - b| is at most {self.atol or 0:g} + {self.rtol or 0:g} |b|."
 
 
 @command(
@@ -248,12 +240,13 @@ def verify(
 def diff(
     a: SideA,
     b: SideB,
-    tolerance: Tolerance,
+    atol: Atol = None,
+    rtol: Rtol = None,
+    *,
     asked: Asked[None],
     tensors: AllTensors = False,
     html: DiffPage = None,
     open_page: OpenPage = False,
-    *,
     shown: ShownProgress,
 ) -> None:
     """Prints differences; exit status 1 if there are any."""
@@ -268,7 +261,7 @@ def diff(
         check_place(html)
     with sink.progress(None, "diff") as progress:
         found = diff(
-            a, b, atol=tolerance.atol, rtol=tolerance.rtol, read_options=asked.reading.read_options,
+            a, b, atol=atol, rtol=rtol, read_options=asked.reading.read_options,
             as_part=asked.reading.as_part, spreads=html is not None,
             pace=asked.pacing.pace, progress=progress or False,
         )  # fmt: skip
@@ -276,7 +269,9 @@ def diff(
         from zckpt.pictures.differences import differences_page
         from zckpt.pictures.page import write_page
 
-        write_page(html, differences_page(found, a, b, tolerance=tolerance.words))
+        exact = atol is None and rtol is None
+        words = "" if exact else f"Numbers are equal if |a - b| is at most {atol or 0:g} + {rtol or 0:g} |b|."
+        write_page(html, differences_page(found, a, b, tolerance=words))
         sink.line(f"wrote {html}")
     sink.notes(found.notes)
     sink.result(
