@@ -124,11 +124,11 @@ def _totals(entries: Iterable[tuple[str, TensorEntry]]) -> dict[str, Totals]:
 
 def _files_json(grid: FileGrid) -> list[dict[str, object]]:
     return [
-        {"group": group.title, "row": row.label, "file": file.name, "kind": file.kind, "bytes": file.nbytes,
+        {"group": group.title, "row": label, "file": file.name, "kind": file.kind, "bytes": file.nbytes,
          "state": file.state, "reason": file.reason, "contents": dict(file.contents)}
         for group in grid.groups
-        for row in group.rows
-        for number in row.cells
+        for label, cells in group.rows
+        for number in cells
         if number is not None
         for file in (grid.files[number],)
     ]  # fmt: skip

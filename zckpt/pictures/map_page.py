@@ -175,10 +175,7 @@ def _side(
             "states": [file.state for file in files],
             "reasons": [file.reason for file in files],
         },
-        "groups": [
-            {"title": group.title, "columns": group.columns, "rows": [[row.label, row.cells] for row in group.rows]}
-            for group in grid.groups
-        ],
+        "groups": [{"title": group.title, "columns": group.columns, "rows": group.rows} for group in grid.groups],
         "layers": [
             {
                 "name": layer.name,
@@ -420,10 +417,10 @@ def _tables(found: CheckpointMap) -> Iterator[str]:
         sides.append((f"The files as a table: {found.after.title}", found.after.grid))
     for title, grid in sides:
         rows = [
-            (group.title, row.label, grid.files[number])
+            (group.title, label, grid.files[number])
             for group in grid.groups
-            for row in group.rows
-            for number in row.cells
+            for label, cells in group.rows
+            for number in cells
             if number is not None
         ]
         yield f'<details class="card"><summary><h2>{text(title)}</h2></summary>'

@@ -18,7 +18,7 @@ from zckpt.jobs.reshard import laid_out
 from zckpt.layouts.run.training import Training
 from zckpt.layouts.save.listing import MODEL_NAME, SHARD_NAME
 from zckpt.pictures.pieces import MODULE, WEIGHTS, PieceLayer, Purpose, contents_of, layer_of
-from zckpt.pictures.rows import FileGrid, FileRow, MappedFile
+from zckpt.pictures.rows import FileGrid, MappedFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,6 @@ def _grid(laid: Plan) -> FileGrid:
         if match or MODEL_NAME.fullmatch(name):
             ranks.setdefault(int(match["dp"]) if match else 0, {})[kind] = number
     columns = ("model", "optimizer")
-    rows = (FileRow(f"rank {rank}", tuple(own.get(kind) for kind in columns)) for rank, own in sorted(ranks.items()))
+    rows = ((f"rank {rank}", tuple(own.get(kind) for kind in columns)) for rank, own in sorted(ranks.items()))
     grid.add_group("Ranks", columns, rows)
     return grid

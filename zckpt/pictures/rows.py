@@ -64,12 +64,8 @@ class MappedFile:
         return self.state in GONE
 
 
-@dataclass(frozen=True, slots=True)
-class FileRow:
-    """A row: its label, and numbers of files; with columns, one number for each (None: no file belongs there)."""
-
-    label: str
-    cells: tuple[int | None, ...]
+FileRow = tuple[str, tuple[int | None, ...]]
+"""A row: its label, and numbers of files; with columns, one number for each (None: no file belongs there)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +146,7 @@ def file_grid(inspection: Inspection, *, ranks_only: bool = False) -> FileGrid:
             nbytes = listing.files[name].size()
             state, reason = ("ok", "") if nbytes else ("empty", "0 bytes")
             number = found.add(MappedFile(name, kind, nbytes, 0, state, reason), str(listing.files[name]))
-            rows.append(FileRow(label, (number,)))
+            rows.append((label, (number,)))
         found.add_group(f"{kind} files".capitalize(), (kind,), rows)
     if not ranks_only:
         _further(found, inspection)
@@ -178,7 +174,7 @@ def _rank_rows(
                 None if cells.get(kind) is None else numbered(cells[kind], kind, f"{shown_kind(kind)} file of {named}")
                 for kind in (columns or cells)
             ]
-            made.append(FileRow(label, tuple(held)))
+            made.append((label, tuple(held)))
         found.add_group(title, [shown_kind(kind) for kind in columns], made)
 
 
@@ -209,16 +205,16 @@ def _further(found: FileGrid, inspection: Inspection) -> None:
         name = names.get(path, path.removeprefix(root))
         there = name not in inspection.lost
         file = MappedFile(name, "weights", stores[path]) if there else _missing_file(name, "weights")
-        made.append(FileRow(name, (found.add(file, path),)))
+        made.append((name, (found.add(file, path),)))
     for name in inspection.lost:
         if (path := str(listing.where(name))) not in found.numbers:
-            made.append(FileRow(name, (found.add(_missing_file(name, "weights"), path),)))
+            made.append((name, (found.add(_missing_file(name, "weights"), path),)))
     found.add_group("Weights" if len(made) < len(found.files) else "Files", ("weights",), made)
     rest = [(path, name) for path, name in names.items() if path not in found.numbers]
     small = []
     for path, name in rest:
         nbytes = listing.files[name].size()
-        small.append(FileRow(name, (found.add(MappedFile(name, "other", nbytes), path),)))
+        small.append((name, (found.add(MappedFile(name, "other", nbytes), path),)))
     found.add_group("Other files" if found.groups else "Files", ("other",), small)
 
 

@@ -76,17 +76,17 @@ def picture(grid: FileGrid, width: int, contents: Mapping[str, int] | None = Non
     held: Mapping[str, int] = contents or {}
     styles = {name: _CONTENTS[n % len(_CONTENTS)] for n, name in enumerate(held)} | {OTHER: "bright_black"}
     shown = list(_rows_to_show(grid))
-    labels = max((min(len(visible(row.label)), _MOST_LABEL) for _, rows, _ in shown for row in rows), default=0)
+    labels = max((min(len(visible(label)), _MOST_LABEL) for _, rows, _ in shown for label, _ in rows), default=0)
     room = width - len(lead) - labels - 2
     scale = _scale(grid, room)
     lines: list[Line] = []
     for group, rows, more in shown:
         lines.append([(lead, ""), *_heading(grid, group, labels, scale, len(grid.groups) > 1)])
-        for row in rows:
-            label = visible(row.label)
+        for label, cells in rows:
+            label = visible(label)
             label = label if len(label) <= _MOST_LABEL else f"{label[: _MOST_LABEL - 1]}…"
             lines.append(
-                [(f"{lead}{label:<{labels}}  ", ""), *_cells(grid, group, row, scale, styles if held else None)]
+                [(f"{lead}{label:<{labels}}  ", ""), *_cells(grid, group, cells, scale, styles if held else None)]
             )
         if more:
             lines.append([(f"{lead}{'':<{labels}}  and {count(more, 'more row')} like these", "bright_black")])
@@ -117,7 +117,7 @@ def _rows_to_show(grid: FileGrid) -> Iterator[tuple[RowGroup, list[FileRow], int
     groups = [group for group in grid.groups if group.columns != ("other",)] or list(grid.groups)
     each = max(2, _MOST_ROWS // max(1, len(groups)))
     for group in groups[: _MOST_ROWS // 2]:
-        wrong = [row for row in group.rows if any(n is not None and grid.files[n].state != "ok" for n in row.cells)]
+        wrong = [row for row in group.rows if any(n is not None and grid.files[n].state != "ok" for n in row[1])]
         first = list(group.rows[: max(2, each - len(wrong))]) if len(group.rows) > each else list(group.rows)
         chosen = {id(row) for row in (*first, *wrong[:each])}
         rows = [row for row in group.rows if id(row) in chosen]
@@ -132,9 +132,9 @@ def _scale(grid: FileGrid, room: int) -> float:
             nbytes = sum(_widest(grid, group, at) for at in range(len(group.columns)))
             most, cells = max(most, nbytes), max(cells, len(group.columns))
         else:
-            for row in group.rows:
-                most = max(most, sum(_length(grid.files[n]) for n in row.cells if n is not None))
-                cells = max(cells, len(row.cells))
+            for _, held in group.rows:
+                most = max(most, sum(_length(grid.files[n]) for n in held if n is not None))
+                cells = max(cells, len(held))
     return max(0.0, room - 12 * min(cells, 3)) / most
 
 
@@ -143,7 +143,7 @@ def _length(file: MappedFile) -> int:
 
 
 def _widest(grid: FileGrid, group: RowGroup, at: int) -> int:
-    return max((_length(grid.files[n]) for row in group.rows if (n := row.cells[at]) is not None), default=0)
+    return max((_length(grid.files[n]) for _, cells in group.rows if (n := cells[at]) is not None), default=0)
 
 
 def _columns(grid: FileGrid, group: RowGroup, scale: float) -> list[int]:
@@ -162,16 +162,16 @@ def _heading(grid: FileGrid, group: RowGroup, labels: int, scale: float, named: 
 
 
 def _cells(
-    grid: FileGrid, group: RowGroup, row: FileRow, scale: float, styles: Mapping[str, str] | None
+    grid: FileGrid, group: RowGroup, cells: Sequence[int | None], scale: float, styles: Mapping[str, str] | None
 ) -> Iterator[tuple[str, str]]:
     if not group.columns:  # many files in a row: one after the other, then what they come to
-        for number in row.cells:
+        for number in cells:
             if number is not None:
                 yield from _bar(grid.files[number], scale, styles)[0]
-        own = [grid.files[number] for number in row.cells if number is not None]
+        own = [grid.files[number] for number in cells if number is not None]
         yield f" {count(len(own), 'file')}, {size(sum(file.nbytes for file in own))}", "bright_black"
         return
-    for number, width in zip(row.cells, _columns(grid, group, scale), strict=True):
+    for number, width in zip(cells, _columns(grid, group, scale), strict=True):
         if number is None:
             yield " " * width, ""
             continue
