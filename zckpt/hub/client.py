@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from zckpt.base.errors import AccessError, CorruptError, RemoteError, UsageError, ZckptError, causes_of, redact
 from zckpt.base.version import __version__
-from zckpt.hub.target import Committed, Page, PageFile, PageTarget, SentFile, Watched
+from zckpt.hub.target import Committed, Files, Page, PageTarget, SentFile, Watched
 from zckpt.storage.fsspec_io import token_source
 
 if TYPE_CHECKING:
@@ -231,15 +231,15 @@ class Hub:
             return Page(exists=True, private=getattr(found, "private", None))
         return Page(True, str(found.sha), found.private, self.tree(repo_id, str(found.sha)))
 
-    def tree(self, repo_id: str, revision: str) -> dict[str, PageFile]:
-        """Path -> file, of all files at a revision."""
+    def tree(self, repo_id: str, revision: str) -> Files:
+        """All files at a revision."""
         from huggingface_hub.hf_api import RepoFile
 
         listed = self.do(
             f"listing {repo_id}", lambda: list(self.api.list_repo_tree(repo_id, recursive=True, revision=revision))
         )
         files = [entry for entry in listed if isinstance(entry, RepoFile)]
-        return {f.path: PageFile(f.size, f.lfs.sha256 if f.lfs else str(f.blob_id)) for f in files}
+        return {f.path: (f.size, f.lfs.sha256 if f.lfs else str(f.blob_id)) for f in files}
 
     def read(self, repo_id: str, path: str, revision: str, nbytes: int | None = None) -> bytes:
         """A file's bytes, or its first `nbytes` by a range request."""

@@ -292,8 +292,8 @@ class Pipeline:
 
     def _described(self, shard: Shard, sha256: str) -> SentFile:
         path = self._target.place(shard.name)
-        old = self._page.files.get(path)
-        return SentFile(path, shard.nbytes, sha256, old.oid if old else "")
+        _, old = self._page.files.get(path, (0, ""))
+        return SentFile(path, shard.nbytes, sha256, old)
 
     def _arrived(self, shard: Shard, sha256: str) -> None:
         with self._changed:

@@ -45,17 +45,8 @@ class PageTarget(PageOptions):
         return f"{self.path_in_repo.strip('/')}/{name}".lstrip("/")
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    """A file of a repository.
-
-    Attributes:
-        size: in bytes.
-        oid: SHA-256 for large files, git's SHA-1 for others.
-    """
-
-    size: int
-    oid: str
+Files = Mapping[str, tuple[int, str]]
+"""Path -> bytes and hash of a repository's file: SHA-256 of a large file, git's SHA-1 of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +57,13 @@ class Page:
         exists: whether the repository exists.
         head: the revision's commit; empty if the repository or the revision does not exist.
         private: whether only its owners see it; None if that is not known.
-        files: path -> file.
+        files: all that it holds.
     """
 
     exists: bool
     head: str = ""
     private: bool | None = None
-    files: Mapping[str, PageFile] = field(default_factory=dict[str, PageFile])
+    files: Files = field(default_factory=dict[str, tuple[int, str]])
 
 
 @dataclass(frozen=True, slots=True)

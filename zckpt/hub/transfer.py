@@ -19,7 +19,7 @@ from zckpt.hub.card import card, with_large
 from zckpt.hub.cargo import Cargo, Progress, SmallFile
 from zckpt.hub.client import Hub, MovedError, in_large_pieces, quietly
 from zckpt.hub.pipeline import Pipeline, default_directory, open_scratch, read_known_shards
-from zckpt.hub.target import Committed, Page, PageFile, PageTarget, SentFile, small_operations
+from zckpt.hub.target import Committed, Files, Page, PageTarget, SentFile, small_operations
 from zckpt.output.checks import check_free
 from zckpt.output.manifest import SIGNATURE
 
@@ -155,10 +155,11 @@ def _there(cargo: Cargo, target: PageTarget, page: Page, known: Mapping[str, str
             found[path] = "nothing"
             continue
         hashes = file.hashes() if isinstance(file, SmallFile) else {known.get(file.identity)}
-        if None in hashes and old.size == file.nbytes:
+        size, oid = old
+        if None in hashes and size == file.nbytes:
             found[path] = "perhaps the same"
         else:
-            found[path] = "the same" if old.oid in hashes else "another"
+            found[path] = "the same" if oid in hashes else "another"
     return found
 
 
@@ -170,7 +171,7 @@ def execute(ready: Ready, progress: Progress = None) -> PushReport:
     began = time.perf_counter()
     target, hub, page, shards = ready.target, ready.hub, ready.page, ready.cargo.shards
     if ready.already_done:
-        listed = tuple((path, page.files[path].size, page.files[path].oid) for path in ready.there)
+        listed = tuple((path, *page.files[path]) for path in ready.there)
         return _report(ready, Committed(page.head), listed, began)
     directory = target.scratch or default_directory()
     with quietly(), in_large_pieces(), open_scratch(directory, *_place(hub, target)) as room:
@@ -293,17 +294,17 @@ Wanted = Mapping[str, tuple[int, frozenset[str]]]
 """Path -> size, and the hashes that its bytes may have at the hub (SHA-256 as a large file, git's SHA-1 as a small one)."""
 
 
-def differences(found: Mapping[str, PageFile], wanted: Wanted) -> list[str]:
+def differences(found: Files, wanted: Wanted) -> list[str]:
     """A line for each expected file that is missing at the hub, or has other bytes there."""
     wrong: list[str] = []
-    for path, (size, oids) in wanted.items():
-        file = found.get(path)
-        if file is None:
+    for path, (nbytes, oids) in wanted.items():
+        size, oid = found.get(path, (None, ""))
+        if size is None:
             wrong.append(f"{path!r} is missing")
-        elif file.size != size:
-            wrong.append(f"{path!r} has {file.size:,} bytes instead of {size:,}")
-        elif file.oid not in oids:
-            wrong.append(f"{path!r} has the hash {file.oid}")
+        elif size != nbytes:
+            wrong.append(f"{path!r} has {size:,} bytes instead of {nbytes:,}")
+        elif oid not in oids:
+            wrong.append(f"{path!r} has the hash {oid}")
     return wrong
 
 
@@ -325,4 +326,4 @@ def read_back(
             expected="the sizes, hashes and headers that were sent",
             remedy="Do not use this commit. Run the same command again with --yes.",
         )  # fmt: skip
-    return tuple((path, found[path].size, found[path].oid) for path in wanted)
+    return tuple((path, *found[path]) for path in wanted)
