@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
@@ -34,7 +34,7 @@ from zckpt.runtime.optimizers.build import chosen_of, groups_of, optimizer_on_ma
 from zckpt.runtime.optimizers.handle import EngineOptimizer
 from zckpt.runtime.optimizers.schedules import build_schedule
 from zckpt.runtime.sharding.on_access import allow_parts, gather_on_access
-from zckpt.runtime.sharding.shard import Precision, cast_buffers, shard
+from zckpt.runtime.sharding.shard import cast_buffers, shard
 from zckpt.runtime.sharding.units import Wrap
 from zckpt.runtime.sharding.watch import Watch
 from zckpt.runtime.swapping.install import Swap
@@ -138,8 +138,8 @@ def initialize(
     chosen = chosen_of(model, groups, optimizer)
     names = [(id(p), name) for name, p in model.named_parameters() if p in chosen]
     cast_buffers(model, settings)
-    precision = _precision(settings, trains=trains)
-    sharded = shard(model, settings.zero, precision, mesh_of(settings.zero, world), world, wrap)
+    mesh = mesh_of(settings.zero, world)
+    sharded = shard(model, settings.zero, _precision(settings), mesh, world, wrap, trains=trains)
     parts_ended = allow_parts(model)
     if settings.zero.stage == 3:
         gather_on_access(model, sharded.parameters)
@@ -271,12 +271,13 @@ def _log_differences(settings: Settings) -> None:
     )  # fmt: skip
 
 
-def _precision(settings: Settings, *, trains: bool) -> Precision:
+def _precision(settings: Settings) -> MixedPrecisionPolicy:
     config, own = settings.config, settings.config.precision
     reduce = config.communication_data_type or own
     if settings.zero.stage < 2 and config.data_types.grad_accum_dtype == "fp32":
         reduce = "fp32"
-    return Precision(None if own == "fp32" else DTYPES[own], DTYPES[reduce], trains)
+    compute = None if own == "fp32" else DTYPES[own]
+    return MixedPrecisionPolicy(compute, DTYPES[reduce], cast_forward_inputs=False)
 
 
 def _schedule(settings: Settings, given: Any, optimizer: Optimizer) -> Any:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -128,17 +129,6 @@ def use_on_gloo(model: nn.Module, group: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
-    """Dtypes of a run: of the computation (None leaves every parameter the dtype it has), and of gradient reductions; `train`:
-    masters are kept; without an optimizer, parameters are stored in the dtype of the computation.
-    """
-
-    compute: torch.dtype | None
-    reduce: torch.dtype
-    train: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Sharded:
     """A model after `shard`: the parameters in its order, tied ones once; further names of tied ones, with the name that is
     kept; ranks as (replicate, shard).
@@ -195,30 +185,33 @@ class _Original:
 def shard(
     model: nn.Module,
     zero: Zero,
-    precision: Precision,
+    precision: MixedPrecisionPolicy,
     mesh: DeviceMesh,
     world: World,
     wrap: Wrap | Iterable[Wrap] | None = None,
+    *,
+    trains: bool,
 ) -> Sharded:
-    """Shards a model in place, which is whole on every rank or made under `zero.Init`. `wrap`: units, see `find_units`; the
-    config's if not given.
+    """Shards a model in place, which is whole on every rank or made under `zero.Init`. `precision`: a `param_dtype` of None
+    leaves every parameter the dtype it has; `wrap`: units, see `find_units`, by default those of the config; `trains`: masters are kept;
+    without an optimizer, parameters are stored in the dtype of the computation.
 
     Every rank begins with rank 0's numbers. Units are moved to the device, shared out and freed one after another.
     """
-    originals, aliases = _originals(model, precision)
+    originals, aliases = _originals(model, precision.param_dtype)
     units = _units(model, originals, zero, world, zero.wrap if wrap is None else wrap)
     ignored = {one.parameter for one in originals.values() if one.replicated}
     for unit, part in zip(units, parts_of(units), strict=True):
         inside = [originals[id(parameter)] for parameter in part]
         for one in inside:
-            _prepare(one, precision, world)
-        compute = next((one.dtype for one in inside if one.is_cut), precision.compute)
+            _prepare(one, world, trains=trains)
+        compute = next((one.dtype for one in inside if one.is_cut), precision.param_dtype)
         shard_unit(
             unit,
             ignored,
             _reshard_after_forward(zero, is_root=unit[0] is model),
             mesh=mesh,
-            mp_policy=MixedPrecisionPolicy(compute, precision.reduce, cast_forward_inputs=False),
+            mp_policy=replace(precision, param_dtype=compute),
             offload_policy=_offload_policy(zero),
         )
         for one in inside:
@@ -255,7 +248,7 @@ def _label_gathered(model: nn.Module, parameters: Sequence[ShardedParameter]) ->
         one.init_unsharded_param = partial(init, one, by_name[names[place_of(one)]], one.init_unsharded_param)
 
 
-def _originals(model: nn.Module, precision: Precision) -> tuple[dict[int, _Original], dict[str, str]]:
+def _originals(model: nn.Module, compute: torch.dtype | None) -> tuple[dict[int, _Original], dict[str, str]]:
     """The parameters by their `id`, in the model's order, and the further names of tied ones with the first."""
     found: dict[int, _Original] = {}
     aliases: dict[str, str] = {}
@@ -263,7 +256,7 @@ def _originals(model: nn.Module, precision: Precision) -> tuple[dict[int, _Origi
         if id(p) in found:
             aliases[name] = found[id(p)].name
             continue
-        dtype = precision.compute if precision.compute and p.is_floating_point() else p.dtype
+        dtype = compute if compute and p.is_floating_point() else p.dtype
         found[id(p)] = _Original(name, p, p.shape, rows_held_by(p), dtype, replicated=not p.ndim or not p.numel())
     return found, aliases
 
@@ -342,10 +335,10 @@ def _one_dtype_each(units: list[nn.Module], originals: Mapping[int, _Original]) 
 
 
 @torch.no_grad()
-def _prepare(one: _Original, precision: Precision, world: World) -> None:
+def _prepare(one: _Original, world: World, *, trains: bool) -> None:
     """Gives a parameter rank 0's numbers, in the dtype that is stored."""
     parameter = one.parameter
-    stored = torch.float32 if one.is_cut and precision.train else one.dtype
+    stored = torch.float32 if one.is_cut and trains else one.dtype
     if parameter.is_meta:
         parameter.data = parameter.data.to(stored)
         return
