@@ -16,7 +16,7 @@ import zckpt.runtime
 from zckpt.base.errors import UnsupportedError, UsageError
 from zckpt.estimation.rehearsal import activations_of
 from zckpt.estimation.sizes import ModelSize
-from zckpt.estimation.sources import Unknown, find_source, known_model, with_adapter
+from zckpt.estimation.sources import find_source, known_model, with_adapter
 from zckpt.layouts.save.known_shapes import known_shapes
 from zckpt.runtime.estimation import built_by_transformers, size_of
 
@@ -206,14 +206,14 @@ def test_an_adapter_is_found_beside_its_base_and_by_name(tmp_path: Path) -> None
 def test_another_kind_of_model_is_built_without_memory(tmp_path: Path) -> None:
     config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 64, "num_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    asked: list[Unknown] = []
-    built = find_source(str(tmp_path), None, lambda unknown: built_by_transformers(asked.append(unknown) or unknown))
-    assert [one.config for one in asked] == [config]
+    asked: list[tuple[Any, ...]] = []
+    built = find_source(str(tmp_path), None, lambda *given: built_by_transformers(*(asked.append(given) or given)))
+    assert [given for given, _, _ in asked] == [config]
     kind = getattr(transformers, config["architectures"][0])
     model = kind(transformers.AutoConfig.from_pretrained(tmp_path))
     assert built.numel == sum(parameter.numel() for parameter in model.parameters())
     with pytest.raises(UnsupportedError, match="cannot make a model"):
-        built_by_transformers(Unknown({"model_type": "no-such"}, "config.json", "model"))
+        built_by_transformers({"model_type": "no-such"}, "config.json", "model")
 
 
 def test_a_model_of_the_hub_is_found_in_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +19,6 @@ from zckpt.jobs.groups import option
 if TYPE_CHECKING:
     from zckpt.estimation.choices import Estimate
     from zckpt.estimation.sizes import ModelSize
-    from zckpt.estimation.sources import Unknown
 
 _RUN = "Run"
 _MEMORY = "Memory"
@@ -99,12 +98,12 @@ def estimate(
     run = RunShape(gpus, nodes, optimizer, None, micro_batch, seq_length, accumulation)
     given = [None if one is None else to_bytes(one) for one in (memory, cpu_memory)]
 
-    def build(unknown: Unknown) -> ModelSize:
+    def build(*unknown: Any) -> ModelSize:
         try:
             from zckpt.runtime.estimation import built_by_transformers
         except ImportError as error:
             raise _missing(error) from error
-        return built_by_transformers(unknown)
+        return built_by_transformers(*unknown)
 
     size = find_source(os.fspath(model), None if adapter is None else os.fspath(adapter), build)
     asked, file = None, ""

@@ -1,7 +1,7 @@
 """From what a person names to a model's parameters: a config.json, a checkpoint, an adapter, a model of the hub.
 
-For the command. Reads indexes and configs only, and imports no torch: a kind of model that has no formula is `Unknown`, and left
-to who can build it.
+For the command. Reads indexes and configs only, and imports no torch: a kind of model that has no formula is left to
+who can build it.
 
 PEFT's LoRA changes a model's parameters: the base is frozen, and each chosen matrix gets two small ones.
 Source: peft 0.21, tuners/lora/config.py and layer.py; tests/estimation/test_adapters.py compares the counts with PEFT's own.
@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import NotACheckpointError, UnsupportedError, UsageError
 from zckpt.base.words import examples
 from zckpt.estimation.sizes import ModelSize, ParameterSize, model_of
@@ -118,26 +117,14 @@ _CONFIG, _ADAPTER = "config.json", "adapter_config.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """A model with parameters that no formula gives.
+Build = Callable[[Mapping[str, Any], str, str], ModelSize]
+"""Makes a model with parameters that no formula gives, of its config, the file of that, and its name for messages."""
 
-    Attributes:
-        config: what its config.json holds.
-        file: where that is.
-        name: of the model, for messages.
-    """
-
-    config: Mapping[str, Any]
-    file: str
-    name: str
-
-
-_Found = tuple["ModelSize | Unknown", "tuple[Mapping[str, Any], str] | None"]
+_Found = tuple[ModelSize, "tuple[Mapping[str, Any], str] | None"]
 """A model; and an adapter's config and its file, if there is one that is not part of the model yet."""
 
 
-def find_source(name: str, adapter: str | None, build: Callable[[Unknown], ModelSize]) -> ModelSize:
+def find_source(name: str, adapter: str | None, build: Build) -> ModelSize:
     """Finds a model.
 
     Args:
@@ -151,12 +138,11 @@ def find_source(name: str, adapter: str | None, build: Callable[[Unknown], Model
         UsageError: there is nothing of this name.
         ZckptError: one of its kinds says what is wrong with the checkpoint, or as in `with_adapter`.
     """
-    model, found = _find(name, adapter)
-    size = build(model) if isinstance(model, Unknown) else model
-    return size if found is None else with_adapter(size, *found)
+    model, found = _find(name, adapter, build)
+    return model if found is None else with_adapter(model, *found)
 
 
-def _find(name: str, adapter: str | None) -> _Found:
+def _find(name: str, adapter: str | None, build: Build) -> _Found:
     place = locate(name)
     if not place.is_file() and not place.is_dir():
         if (numel := parameters_in(name)) is not None:
@@ -181,15 +167,15 @@ def _find(name: str, adapter: str | None) -> _Found:
                 "does not say which model it is for", file=found[1], found="no base_model_name_or_path",
                 remedy="Pass the base model as MODEL, and this directory with --adapter.",
             )  # fmt: skip
-        return _find(base, None)[0], found
+        return _find(base, None, build)[0], found
     if place.is_file() and place.name.endswith(".json") and "index" not in place.name:
-        return _by_config(config_of(str(place)), str(place), name), found
+        return _by_config(str(place), name, build), found
     try:
         model = _by_checkpoint(str(place), name)
     except NotACheckpointError:
         if not (directory / _CONFIG).is_file():
             raise
-        return _by_config(config_of(str(directory / _CONFIG)), str(directory / _CONFIG), name), found
+        return _by_config(str(directory / _CONFIG), name, build), found
     if model.trained < model.numel:  # the checkpoint says itself what is trained
         found = None
     return model, found
@@ -205,8 +191,8 @@ def model_of_size(numel: int) -> ModelSize:
     """A model of Llama's kind with about `numel` parameters: 128 times as wide as it has layers, as common ones nearly
     are. Raises UsageError if so few or so many parameters make no such model.
     """
-    models = (_by_config(_llama(layers), "", "A Llama") for layers in range(1, _MOST_LAYERS))
-    sized = [model for model in models if isinstance(model, ModelSize)]
+    models = (known_model(_llama(layers), "A Llama") for layers in range(1, _MOST_LAYERS))
+    sized = [model for model in models if model is not None]
     nearest = min(sized, key=lambda model: abs(model.numel - numel))
     if not 0.7 <= nearest.numel / numel <= 1.4:
         raise UsageError(
@@ -287,8 +273,9 @@ def _check_reachable(endpoint: str) -> None:
     ).close()
 
 
-def _by_config(config: Mapping[str, Any], file: str, name: str) -> ModelSize | Unknown:
-    return known_model(config, name) or Unknown(config, file, name)
+def _by_config(file: str, name: str, build: Build) -> ModelSize:
+    config = config_of(file)
+    return known_model(config, name) or build(config, file, name)
 
 
 def known_model(config: Mapping[str, Any], name: str) -> ModelSize | None:

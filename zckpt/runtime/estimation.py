@@ -17,7 +17,6 @@ from zckpt.base.sizes import to_bytes
 from zckpt.estimation.choices import PRECISIONS, Estimate, RunShape, estimate_choices
 from zckpt.estimation.deepspeed_formula import parameters_of
 from zckpt.estimation.sizes import ModelSize, ParameterSize
-from zckpt.estimation.sources import Unknown
 from zckpt.runtime.config.asked import asked_of
 from zckpt.runtime.sharding.units import Wrap, find_units, parts_of
 
@@ -101,9 +100,9 @@ def size_of(
     )  # fmt: skip
 
 
-def built_by_transformers(unknown: Unknown) -> ModelSize:
-    """The parameters of a Hugging Face model, which is built without memory. Raises UnsupportedError if transformers is
-    not installed, or does not know the model.
+def built_by_transformers(given: Mapping[str, Any], file: str, name: str) -> ModelSize:
+    """The parameters of a Hugging Face model, which is built without memory; arguments as in `sources.Build`. Raises
+    UnsupportedError if transformers is not installed, or does not know the model.
     """
     remedy = "Run pip install transformers torch, in a version of transformers that knows this kind of model."
     try:
@@ -111,21 +110,21 @@ def built_by_transformers(unknown: Unknown) -> ModelSize:
     except ImportError as error:
         raise UnsupportedError(
             "there is no formula for this kind of model, and transformers is not installed to build it",
-            file=unknown.file, found=f"model_type {unknown.config.get('model_type')!r}", remedy=remedy,
+            file=file, found=f"model_type {given.get('model_type')!r}", remedy=remedy,
         ) from error  # fmt: skip
     try:
-        config = transformers.AutoConfig.for_model(**unknown.config)
-        head = (unknown.config.get("architectures") or [None])[0]
+        config = transformers.AutoConfig.for_model(**given)
+        head = (given.get("architectures") or [None])[0]
         kind = getattr(transformers, str(head), None)
         with torch.device("meta"):
             model = kind(config) if kind is not None else transformers.AutoModel.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as error:  # whatever the code of a model raises on a config that it does not like
         raise UnsupportedError(
-            "transformers cannot make a model of this config", file=unknown.file,
+            "transformers cannot make a model of this config", file=file,
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", remedy=remedy,
         ) from error  # fmt: skip
     model.tie_weights()
-    return size_of(model, name=unknown.name, counted="config.json, built by transformers without memory")
+    return size_of(model, name=name, counted="config.json, built by transformers without memory")
 
 
 def _config_of(model: nn.Module) -> Mapping[str, Any] | None:
