@@ -74,7 +74,6 @@ def test_every_element_comes_once_and_no_round_has_more_than_its_limit(seed: int
     longest, pieces = ([max(numbers) for numbers in zip(*several, strict=True)] for several in (
         [one.volumes for one in wanted], [one.pieces for one in wanted],
     ))  # fmt: skip
-    streams = {(rank, holder): wanted[rank].stream(holder) for rank in range(size) for holder in range(size)}
     found = {(rank, n): [] for rank in range(size) for n in range(2 * len(shapes))}
 
     def arrives(rank: int, piece: object, holder: int) -> int:
@@ -97,7 +96,7 @@ def test_every_element_comes_once_and_no_round_has_more_than_its_limit(seed: int
         for turn in turns:
             for rank in range(size):
                 holder = (rank - turn[0]) % size
-                for piece in streams[rank, holder].take(turn[1]):
+                for piece in wanted[rank].take(holder, turn[1]):
                     nbytes = arrives(rank, piece, holder)
                     received[rank] += nbytes
                     sent[holder] += nbytes

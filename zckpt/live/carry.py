@@ -72,18 +72,21 @@ class Brought:
         return Brought(lost, sums)
 
 
-class Memory:
-    """Tensors of a state dict."""
+Put = Callable[[ContributionPart, torch.Tensor], None]
+"""Puts the bytes of a piece to their places."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
 
-    def put(self, piece: ContributionPart, data: torch.Tensor) -> None:
-        """Copies the bytes to their places."""
+def put_into(tensors: Sequence[torch.Tensor]) -> Put:
+    """Copies bytes into the tensors of a state dict."""
+    memory = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+
+    def put(piece: ContributionPart, data: torch.Tensor) -> None:
         at = 0
         for offset, nbytes in piece.runs:
-            self._bytes[piece.of.target.place][offset : offset + nbytes] = data[at : at + nbytes]
+            memory[piece.of.target.place][offset : offset + nbytes] = data[at : at + nbytes]
             at += nbytes
+
+    return put
 
 
 class Files:
@@ -152,7 +155,7 @@ def bring(
     world: Ranks,
     held: LocalModel,
     mine: Sequence[Contribution],
-    sink: Memory | Files | None,
+    sink: Put | Files | None,
     senders: Sequence[int],
     *,
     clamp: bool = False,
@@ -166,13 +169,14 @@ def bring(
     source = _cast_pieces(held, mine, clamp, lost)
     if sink is None:
         return _send(world, mine, source) or Brought(lost)
-    failed = attempt(lambda: _put_all(sink, source))
+    put = sink.put if isinstance(sink, Files) else sink
+    failed = attempt(lambda: _put_all(put, source))
     for rank in senders:
         for contribution in world.receive_value(rank):
             for piece in pieces(contribution):
                 data = world.receive(piece.nbytes, rank)
                 if failed is None:
-                    failed = attempt(lambda piece=piece, data=data: sink.put(piece, data))  # type: ignore[misc]
+                    failed = attempt(lambda piece=piece, data=data: put(piece, data))  # type: ignore[misc]
     if failed is None and isinstance(sink, Files):
         failed = attempt(sink.sync)
     return failed or Brought(lost, sink.sums if isinstance(sink, Files) else {})
@@ -193,9 +197,9 @@ def piece_caster(held: LocalModel, lost: Lost) -> Callable[[ContributionPart], t
     return cast_piece
 
 
-def _put_all(sink: Memory | Files, source: Iterator[tuple[ContributionPart, torch.Tensor]]) -> None:
+def _put_all(put: Put, source: Iterator[tuple[ContributionPart, torch.Tensor]]) -> None:
     for piece, data in source:
-        sink.put(piece, data)
+        put(piece, data)
 
 
 def _send(

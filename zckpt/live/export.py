@@ -36,7 +36,7 @@ from zckpt.jobs.casting import output_dtype, to_dtype
 from zckpt.layouts.plain.write import Format, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import with_dtype
 from zckpt.live.assignment import ElementPlace, assign, contributions, digest_of_names
-from zckpt.live.carry import Brought, Files, Memory, Sums, bring
+from zckpt.live.carry import Brought, Files, Sums, bring, put_into
 from zckpt.live.parts import LocalModel, local_model, unwrap
 from zckpt.live.ranks import Ranks
 from zckpt.output.checks import check_path, check_space
@@ -83,7 +83,7 @@ def consolidate(
 
     places = world.tell(attempt(plan) if world.rank == 0 else None)
     assert isinstance(given, LocalModel)
-    sink = Memory(list(state.values())) if world.rank == 0 else None
+    sink = put_into(list(state.values())) if world.rank == 0 else None
     brought = bring(world, given, contributions(mine, places), sink, range(1, world.size))
     _end(world, brought, lambda sums: None, "error", wanted)
     state.update((dropped, state[kept]) for dropped, kept in given.aliases.items() if kept in state)

@@ -233,6 +233,7 @@ class WantedMoves:
         self._exchange, self._pairs = exchange, pairs
         self._noted: dict[int, list[tuple[int, Move]]] = {}
         self._spread: list[tuple[int, Move]] = []
+        self._streams: dict[int, tuple[MovePart | None, Iterator[MovePart]]] = {}
         nbytes, pieces = ([0] * (exchange.size + 1) for _ in range(2))
         for number, move in enumerate(self._staged()):
             holders = exchange.holders(move)
@@ -284,32 +285,30 @@ class WantedMoves:
             elif exchange.direct and exchange.rank in exchange.holders(move):
                 yield exchange.part_of(move, exchange.rank)
 
-    def stream(self, holder: int) -> Stream:
-        """The moves from another rank, in the order of this rank's files."""
-        noted = self._noted.get(holder, ())
-        spread = ((n, move) for n, move in self._spread if holder in self._exchange.holders(move))
-        moves = heapq.merge(noted, spread, key=lambda one: one[0])
-        return Stream(self._exchange.part_of(move, holder) for _, move in moves)
-
-
-class Stream:
-    """Pieces that come from one rank, a turn's worth at a time."""
-
-    def __init__(self, pieces: Iterator[MovePart]) -> None:
-        self._pieces = pieces
-        self._next: MovePart | None = next(pieces, None)
-
-    def take(self, nbytes: int) -> list[MovePart]:
-        """The next pieces, of at most `nbytes` bytes together; the last one may be a part of a piece."""
+    def take(self, holder: int, nbytes: int) -> list[MovePart]:
+        """The next pieces from another rank, in the order of this rank's files: at most `nbytes` bytes together. The last one may
+        be a part of a piece, and the rest of it is the next.
+        """
+        if holder not in self._streams:
+            stream = self._stream(holder)
+            self._streams[holder] = next(stream, None), stream
+        piece, stream = self._streams[holder]
         taken: list[MovePart] = []
-        while (piece := self._next) is not None:
+        while piece is not None:
             count = min(piece.count, nbytes // piece.move.src_dtype.itemsize)
             first = piece._replace(count=count)
             nbytes -= first.nbytes
             if count:
                 taken.append(first)
             if count < piece.count:
-                self._next = MovePart(piece.move, piece.first + count, piece.count - count, piece.offset + first.nbytes)
+                piece = MovePart(piece.move, piece.first + count, piece.count - count, piece.offset + first.nbytes)
                 break
-            self._next = next(self._pieces, None)
+            piece = next(stream, None)
+        self._streams[holder] = piece, stream
         return taken
+
+    def _stream(self, holder: int) -> Iterator[MovePart]:
+        noted = self._noted.get(holder, ())
+        spread = ((n, move) for n, move in self._spread if holder in self._exchange.holders(move))
+        moves = heapq.merge(noted, spread, key=lambda one: one[0])
+        return (self._exchange.part_of(move, holder) for _, move in moves)

@@ -28,7 +28,6 @@ from zckpt.runtime.saves.exchange import (
     MovePart,
     RankStore,
     Request,
-    Stream,
     Turn,
     WantedMoves,
     rounds_of,
@@ -55,7 +54,6 @@ class Rounds:
         self._wanted = WantedMoves(exchange, plan.pairs)
         self._numbers = {key: number for number, key in enumerate(exchange.keys)}
         self._turns: Iterator[list[Turn]] | None = None
-        self._streams: dict[int, Stream] = {}
         self._number = 0  # of the next round
         self._under_way: list[_Coming] = []
         buffer = LIMIT_BYTES if exchange.size > 1 else min(LIMIT_BYTES, sum(self._wanted.volumes) + LARGEST_ITEM)
@@ -113,7 +111,7 @@ class Rounds:
         with Attempt() as asking:
             if not failed:
                 holders = [(exchange.rank - distance) % exchange.size for distance, _ in turns]
-                pieces = {one: self._stream(one).take(turn[1]) for one, turn in zip(holders, turns, strict=True)}
+                pieces = {one: self._wanted.take(one, turn[1]) for one, turn in zip(holders, turns, strict=True)}
         asked = self._ask(pieces)
         sent = [sum(request.nbytes for request in requests) for requests in asked]
         received = [sum(piece.nbytes for piece in pieces.get(rank, ())) for rank in range(exchange.size)]
@@ -136,11 +134,6 @@ class Rounds:
         exchange.maximum(longest)
         nbytes, pieces = longest.tolist()
         return rounds_of(nbytes, pieces, LIMIT_BYTES)
-
-    def _stream(self, holder: int) -> Stream:
-        if holder not in self._streams:
-            self._streams[holder] = self._wanted.stream(holder)
-        return self._streams[holder]
 
     def _ask(self, pieces: Mapping[int, Sequence[MovePart]]) -> list[list[Request]]:
         """Requests pieces of each holder; returns what each rank requests of this one."""

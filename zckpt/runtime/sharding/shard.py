@@ -193,8 +193,8 @@ def shard(
     trains: bool,
 ) -> Sharded:
     """Shards a model in place, which is whole on every rank or made under `zero.Init`. `precision`: a `param_dtype` of None
-    leaves every parameter the dtype it has; `wrap`: units, see `find_units`, by default those of the config; `trains`: masters are kept;
-    without an optimizer, parameters are stored in the dtype of the computation.
+    leaves every parameter the dtype it has; `wrap`: units, see `find_units`; the config's if not given; `trains`: masters are
+    kept; without an optimizer, parameters are stored in the dtype of the computation.
 
     Every rank begins with rank 0's numbers. Units are moved to the device, shared out and freed one after another.
     """
