@@ -116,7 +116,7 @@ def _differences(delta: DeltaDirectory, read: Callable[[int], None]) -> Check:
 def _wrong(delta: DeltaDirectory, name: str) -> Iterator[str]:
     with delta.open_difference(name) as read:
         said = frame_bytes(read(_HEADER_BYTES, 0))
-        frame = difference(read, delta.changed[name].file.path, name)
+        frame = difference(read, delta.changed[name].store.path, name)
         first = frame.take(4) if delta.form.encoding == "overwrite" else b""
         found = len(first) + frame.drain()
     if said is not None and found != said:
@@ -127,7 +127,7 @@ def _wrong(delta: DeltaDirectory, name: str) -> Iterator[str]:
 
 def _weights(delta: DeltaDirectory, new: Catalog, pace: Pace, read: Callable[[int], None]) -> Check:
     """Checks whether the new version's tensors are those that the delta leads to."""
-    known = {**delta.unchanged, **{name: where.digest for name, where in delta.changed.items()}}
+    known = {**delta.unchanged, **delta.digests}
     lacking = [name for name in known if name not in new.tensors and name not in new.aliases]
     problems = [f"{count(len(lacking), 'tensor')} of the delta is not in it: {examples(lacking)}"] if lacking else []
     if delta.unchanged:

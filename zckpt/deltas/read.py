@@ -16,27 +16,10 @@ from zckpt.core.dtypes import BY_NAME, DType
 from zckpt.deltas.decode import Decoder, decoder_of
 from zckpt.deltas.form import CHECKSUMS, INDEX, MOST_BYTES, UNCHANGED, DeltaForm, form_of, is_delta
 from zckpt.storage.json_files import read_json
-from zckpt.storage.location import Location
+from zckpt.storage.location import Location, location_of
 
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 _AGAIN = "Copy the delta's directory again."
-
-
-@dataclass(frozen=True, slots=True)
-class DifferencePlace:
-    """Where a tensor's compressed difference is.
-
-    Attributes:
-        file: that it is in.
-        offset: its first byte in the file.
-        nbytes: of it.
-        digest: checksum of the tensor's new bytes.
-    """
-
-    file: Location
-    offset: int
-    nbytes: int
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +29,16 @@ class DeltaDirectory:
     Attributes:
         place: its directory.
         form: what kind of delta it is.
-        changed: tensor -> its difference.
+        changed: tensor -> its compressed difference, a vector of bytes.
+        digests: tensor -> checksum of its new bytes, for these.
         unchanged: tensor -> checksum of its bytes, for those that did not change; empty if the delta does not say.
         names: all files, for fingerprints.
     """
 
     place: Location
     form: DeltaForm
-    changed: Mapping[str, DifferencePlace]
+    changed: Mapping[str, TensorRef]
+    digests: Mapping[str, str]
     unchanged: Mapping[str, str] = field(default_factory=dict[str, str])
     names: tuple[str, ...] = ()
 
@@ -61,19 +46,19 @@ class DeltaDirectory:
     def open_difference(self, name: str) -> Iterator[Callable[[int, int], bytes]]:
         """What reads the compressed difference of a changed tensor, given how many bytes at most and the offset in it."""
         where = self.changed[name]
-        with where.file.open() as file:
-            yield lambda nbytes, at: file.read(where.offset + at, min(nbytes, where.nbytes - at))
+        with location_of(where.store).open() as file:
+            yield lambda nbytes, at: file.read(where.byte_offset + at, min(nbytes, where.nbytes - at))
 
     @contextmanager
     def decoder(self, name: str, entry: TensorEntry, dtype: DType) -> Iterator[Decoder]:
         """The decoder of a changed tensor; `dtype` is that of its bytes."""
-        nbytes, path = entry.numel * dtype.itemsize, self.changed[name].file.path
+        nbytes, path = entry.numel * dtype.itemsize, self.changed[name].store.path
         with self.open_difference(name) as read:
             yield decoder_of(self.form.encoding, nbytes, read, path, name)
 
     def digest_of(self, name: str) -> str | None:
         """The checksum of a tensor in the new version; None if the delta does not have it."""
-        return self.changed[name].digest if name in self.changed else self.unchanged.get(name)
+        return self.digests.get(name, self.unchanged.get(name))
 
 
 def read_delta(place: Location) -> DeltaDirectory:
@@ -107,15 +92,19 @@ def read_delta(place: Location) -> DeltaDirectory:
                 remedy="Do not use this delta; if you know its author, report it.",
             )  # fmt: skip
         files.setdefault(file, set()).add(name)
-    changed: dict[str, DifferencePlace] = {}
+    changed: dict[str, TensorRef] = {}
+    digests: dict[str, str] = {}
     for file, names in sorted(files.items()):
-        changed.update(_in_file(place / file, names))
+        for name, ref, digest in _in_file(place / file, names):
+            changed[name], digests[name] = ref, digest
     known = _unchanged_digests(place / UNCHANGED, form) if (place / UNCHANGED).is_file() else {}
     unchanged = {name: digest for name, digest in known.items() if name not in changed}
-    return DeltaDirectory(place, form, changed, unchanged, (INDEX, *sorted(files), *([UNCHANGED] if known else [])))
+    return DeltaDirectory(
+        place, form, changed, digests, unchanged, (INDEX, *sorted(files), *([UNCHANGED] if known else []))
+    )
 
 
-def _in_file(file: Location, names: set[str]) -> Iterator[tuple[str, DifferencePlace]]:
+def _in_file(file: Location, names: set[str]) -> Iterator[tuple[str, TensorRef, str]]:
     if not file.is_file():
         raise IncompleteError(
             "a file of the delta is missing", file=file, expected=f"a file with {examples(sorted(names))}, as the index says",
@@ -141,7 +130,7 @@ def _in_file(file: Location, names: set[str]) -> Iterator[tuple[str, DifferenceP
                 f"the difference of tensor {name!r} is not of the form of a delta", file=file,
                 found=f"checksum {digest!r:.80}", expected="a vector of bytes, and a checksum in the header", remedy=_AGAIN,
             )  # fmt: skip
-        yield name, DifferencePlace(file, ref.byte_offset, ref.nbytes, digest)
+        yield name, ref, digest
 
 
 def _unchanged_digests(file: Location, form: DeltaForm) -> dict[str, str]:
