@@ -154,9 +154,8 @@ def _fill(wanted: Sequence[Want]) -> None:
 
     def read_pieces(pieces: Sequence[Filled]) -> None:
         first = [0 if parameter is None else parameter.start for _, parameter, _ in wanted]
-        live.move(
-            [(wanted[one.number][0], one.memory) for one in pieces], [first[one.number] + one.start for one in pieces]
-        )
+        runs = [(wanted[number][0], memory) for number, _, memory in pieces]
+        live.move(runs, [first[number] + start for number, start, _ in pieces])
 
     fill_through([tensor for *_, tensor in wanted], read_pieces)
 

@@ -27,7 +27,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -337,12 +337,8 @@ def _carry(fd: int, write: bool, address: int, offset: int, nbytes: int) -> tupl
 _BUFFER_BYTES = 32 << 20
 
 
-class Filled(NamedTuple):
-    """A run of elements of the tensor with this number, from `start` on, which go into `memory`, a vector."""
-
-    number: int
-    start: int
-    memory: torch.Tensor
+Filled = tuple[int, int, torch.Tensor]
+"""The number of a tensor, the first of a run of its elements, and the vector that they go into."""
 
 
 def fill_through(tensors: Sequence[torch.Tensor], read: Callable[[Sequence[Filled]], None]) -> None:
@@ -353,7 +349,7 @@ def fill_through(tensors: Sequence[torch.Tensor], read: Callable[[Sequence[Fille
     for number, tensor in enumerate(tensors):
         found = file_of(tensor)
         if found is None or found[1] % ALIGN:
-            direct.append(Filled(number, 0, tensor))
+            direct.append((number, 0, tensor))
         else:
             swapped.append((number, tensor, *found))
     read(direct)
@@ -389,6 +385,6 @@ def _fillings(
             count = min(room, total - start)
             at = places.add(file, offset + start * itemsize, count * itemsize)
             buffer[at + count * itemsize : places.nbytes].zero_()
-            pieces.append(Filled(number, start, elements_in(buffer, at, count, tensor.dtype)))
+            pieces.append((number, start, elements_in(buffer, at, count, tensor.dtype)))
             start += count
     yield pieces, places
