@@ -185,7 +185,7 @@ class DirectoryRendezvous:
         os.mkdir(self.path, 0o700)
 
     def put(self, key: str, note: bytes) -> bool:
-        """Leaves a note, of which readers see all or nothing; returns False if the rendezvous is not open yet."""
+        """Leaves a note; readers see all of it or nothing. Returns False if the rendezvous is not open yet."""
         if not self._is_ours():
             return False
         self._number += 1
