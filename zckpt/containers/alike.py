@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from zckpt.base.errors import ZckptError
 from zckpt.containers.inert import NumpyArray, Pair, Placeholder
@@ -37,14 +37,11 @@ _TENSORS = {"torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2", "
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, bytearray, DType, range}
 
 
-class Storages(Protocol):
-    """Answers the persistent ids of one file."""
+Load = Callable[[object], StorageRef]
+"""Gives the storage of a persistent id of one file; raises what is wrong with it."""
 
-    def load(self, key: object) -> StorageRef:
-        """The storage of an id; raises what is wrong with it."""
-
-    def like(self, storage: StorageRef) -> StorageRef:
-        """The storage that `load` gives for the id for which another file's `load` gave this one; raises as it does."""
+Like = Callable[[StorageRef], StorageRef]
+"""Gives the storage that `Load` gives for the id for which another file's gave this one; raises as it does."""
 
 
 class _Hole:
@@ -89,7 +86,7 @@ class AlikePickles:
         self._template: _Template | None = None
         self._left = _MOST_TEMPLATES
 
-    def root(self, pickle: bytes, storages: Storages, spent: int, file: str) -> object | None:
+    def root(self, pickle: bytes, load: Load, like: Like, spent: int, file: str) -> object | None:
         """The object in a pickle, made from one that is alike; None if it must be read by itself. Raises ZckptError if
         a tensor does not fit into its storage, or a storage into the file.
         """
@@ -111,13 +108,13 @@ class AlikePickles:
             self._left -= 1
             self._holes |= differing
             try:
-                self._template = _Template(self._first, self._holes, file, spent, storages)
+                self._template = _Template(self._first, self._holes, file, spent, load)
             except (_NotAlike, ZckptError, EOFError):
                 self._template, self._left = None, 0
         if self._template is None or not self._template.is_affordable(pickle, spent):
             return None
         try:
-            return self._template.filled(pickle, storages)
+            return self._template.filled(pickle, load, like)
         except _NotAlike:
             return None
 
@@ -129,11 +126,11 @@ class AlikeLengths(AlikePickles):
         super().__init__()
         self._by_length: dict[int, AlikePickles] = {}
 
-    def root(self, pickle: bytes, storages: Storages, spent: int, file: str) -> object | None:
+    def root(self, pickle: bytes, load: Load, like: Like, spent: int, file: str) -> object | None:
         """As `AlikePickles.root`."""
         if len(pickle) > _MOST_BYTES or (len(pickle) not in self._by_length and len(self._by_length) == _MOST_LENGTHS):
             return None
-        return self._by_length.setdefault(len(pickle), AlikePickles()).root(pickle, storages, spent, file)
+        return self._by_length.setdefault(len(pickle), AlikePickles()).root(pickle, load, like, spent, file)
 
 
 _MOST_BYTES, _MOST_LENGTHS = 1 << 12, 64
@@ -168,16 +165,16 @@ def _differing(one: bytes, other: bytes) -> frozenset[int] | None:
 class _HoleMachine(Machine):
     """Carries out a pickle with holes; storages are kept with their ids."""
 
-    def __init__(self, data: bytes, file: str, spent: int, storages: Storages) -> None:
+    def __init__(self, data: bytes, file: str, spent: int, load: Load) -> None:
         super().__init__(data, file, record="data.pkl", persistent_load=self._load, spent=spent)
-        self.storages = storages
+        self.load = load
         self.keys: dict[str, object] = {}
         self.held: dict[str, StorageRef] = {}
 
     def _load(self, key: object) -> StorageRef | _Waits:
         if isinstance(key, tuple) and _has_hole(key):
             return _Waits(None, (key,))
-        storage = self.storages.load(key)
+        storage = self.load(key)
         if self.keys.setdefault(storage.key, key) != key:
             raise _NotAlike
         self.held[storage.key] = storage
@@ -238,17 +235,17 @@ class _Template:
         holes: where others have other numbers.
         file: its path, for errors.
         spent: cost before it.
-        storages: of any of the files.
+        load: of any of the files.
 
     Raises:
         _NotAlike, ZckptError, EOFError: others cannot be made from it.
     """
 
-    def __init__(self, first: bytes, holes: frozenset[int], file: str, spent: int, storages: Storages) -> None:
+    def __init__(self, first: bytes, holes: frozenset[int], file: str, spent: int, load: Load) -> None:
         data = bytearray(first)
         for at in holes:
             data[at] = HOLE
-        machine = _HoleMachine(bytes(data), file, spent, storages)
+        machine = _HoleMachine(bytes(data), file, spent, load)
         machine.hole = lambda at: _Hole(at, first[at])
         machine.holes = dict.fromkeys(holes, 0)
         root = read_pickle(machine)
@@ -315,9 +312,9 @@ class _Template:
                 spots.append((key, number))
         return _Spots(value, tuple(spots)) if spots else None
 
-    def filled(self, pickle: bytes, storages: Storages) -> object:
+    def filled(self, pickle: bytes, load: Load, like: Like) -> object:
         """The object of another pickle, or of this one; raises as `AlikePickles.root`."""
-        held = {storage.key: storages.like(storage) for storage in self._held}
+        held = {storage.key: like(storage) for storage in self._held}
         made: list[Any] = []
         for step in self._plan:
             kind = type(step)
@@ -330,16 +327,16 @@ class _Template:
                 made.append(step.number(pickle))  # type: ignore[union-attr]
             elif kind is _Waits:
                 args = made[step.args[0]]  # type: ignore[union-attr,index]
-                made.append(_build_waiting(step.make, args, storages))  # type: ignore[union-attr]
+                made.append(_build_waiting(step.make, args, load))  # type: ignore[union-attr]
             else:
                 made.append(_with(step.value, [(key, made[number]) for key, number in step.spots]))  # type: ignore[union-attr]
         return made[self._number] if self._number >= 0 else self._root
 
 
-def _build_waiting(make: Callable[..., object] | None, args: tuple[object, ...], storages: Storages) -> object:
+def _build_waiting(make: Callable[..., object] | None, args: tuple[object, ...], load: Load) -> object:
     """A storage or tensor that had to wait. Raises _NotAlike if the call has no such meaning for these arguments."""
     if make is None:
-        return storages.load(args[0])
+        return load(args[0])
     try:
         value = make(*args)
     except MISFITS as error:

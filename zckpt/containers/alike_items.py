@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from array import array
 from functools import partial
-from typing import NamedTuple
 
 from zckpt.containers import torch_zip
 from zckpt.containers.alike import AlikeLengths
@@ -33,19 +32,12 @@ _MOST_KNOWN, _MOST_LENGTHS = 16, 1024
 _LOOKED_AT = ("data.pkl", "byteorder")
 
 
-class AlikeTensor(NamedTuple):
-    """The tensor of a small torch file, at another place: `distance` bytes behind where the file begins."""
-
-    ref: TensorRef
-    distance: int
-
-
 class AlikeItems:
     """Reads one small torch file after another."""
 
     def __init__(self) -> None:
         self._alike = AlikeLengths()
-        self._known: dict[int, list[_Known]] = {}
+        self._known: dict[int, list[AlikeTensor]] = {}
 
     def root(self, item: Input) -> object:
         """The inert object in a torch file; errors as in `torch_zip.read_input`."""
@@ -70,25 +62,28 @@ class AlikeItems:
         known = [one for nbytes in {*places[1::2]} for one in self._known.get(nbytes, ())]
         ends = [one.ends for one in known]
         found = array("q", which_alike(descriptor, source.file.size, places.tobytes(), ends))
-        return [None if number < 0 else known[number].held for number in found]
+        return [None if number < 0 else known[number] for number in found]
 
 
-class _Known:
-    """A file that was read.
+class AlikeTensor:
+    """The tensor of a small torch file that was read, with which others are compared.
 
     Args:
-        ref: its tensor.
+        ref: the tensor.
         item: the file.
         free: (start, stop) of bytes that may be any in other files.
         start, stop: of the tensor's bytes.
+
+    Attributes:
+        distance: bytes from where the file begins to the tensor's elements.
+        ends: what the C++ compares: what is before and behind the tensor's bytes.
     """
 
-    __slots__ = ("_base", "_parts", "_ref", "ends", "held")
+    __slots__ = ("_parts", "distance", "ends", "ref")
 
     def __init__(self, ref: TensorRef, item: Input, free: list[tuple[int, int]], start: int, stop: int) -> None:
-        self._ref = ref
-        self._base = item.base
-        self.held = AlikeTensor(ref, ref.byte_offset - item.base)
+        self.ref = ref
+        self.distance = ref.byte_offset - item.base
         before, behind = item.read(0, start, "an item"), item.read(stop, item.size - stop, "an item")
         masks = _mask(free, 0, start), _mask(free, stop, item.size)
         self.ends = (item.size, before, masks[0], stop, behind, masks[1])
@@ -103,15 +98,15 @@ class _Known:
             data = item.peek(at, nbytes)
             if len(data) < nbytes or _as_number(data) & mask != wanted:
                 return None
-        moved = item.base - self._base
-        ref = self._ref
+        ref = self.ref
+        moved = item.base + self.distance - ref.byte_offset
         return TensorRef(
             item.store(ref.store.byteorder), ref.byte_offset + moved, ref.dtype, ref.shape, ref.stride, ref.storage_key,
             ref.storage_offset, ref.storage_nbytes, ref.storage_byte_offset + moved,
         )  # fmt: skip
 
 
-def _known_of(item: Input, root: object) -> _Known | None:
+def _known_of(item: Input, root: object) -> AlikeTensor | None:
     """A file with which others can be compared; None for one that holds more than a plain tensor."""
     if type(root) is not TensorRef or root.attributes is not None:
         return None
@@ -129,7 +124,7 @@ def _known_of(item: Input, root: object) -> _Known | None:
             free.append((begins, ends))
     if start + item.size - behind > _MOST_BYTES:
         return None
-    return _Known(root, item, free, start, behind)
+    return AlikeTensor(root, item, free, start, behind)
 
 
 def _mask(free: list[tuple[int, int]], start: int, stop: int) -> bytes:

@@ -78,13 +78,17 @@ def read_input(file: Input, alike: AlikePickles | None = None) -> Container:
     store = file.store("little" if order == b"little" else "big")
     pickle = directory.read(f"{prefix}/data.pkl", limits.PICKLE_BYTES)
     base = file.base + directory.data_offset(f"{prefix}/data.pkl")
-    storages = _Storages(directory, f"{prefix}/data/", store)
+
+    def load(key: object) -> StorageRef:
+        return _place(storage_of(key, store), directory, prefix)
+
+    def like(storage: StorageRef) -> StorageRef:
+        return _place(StorageRef(storage.key, storage.dtype, storage.numel, store, 0), directory, prefix)
+
     spent = limits.RECORD_COST * len(directory.records)
-    root = alike.root(pickle, storages, spent, file.path) if alike else None
+    root = alike.root(pickle, load, like, spent, file.path) if alike else None
     if root is None:
-        root = load_pickle(
-            pickle, file=file.path, record="data.pkl", base=base, persistent_load=storages.load, spent=spent
-        )
+        root = load_pickle(pickle, file=file.path, record="data.pkl", base=base, persistent_load=load, spent=spent)
     return Container("torch_zip", store, root, {"prefix": prefix})
 
 
@@ -149,33 +153,19 @@ def _memo_pattern(length: int, text: bytes) -> re.Pattern[bytes]:
     )  # fmt: skip
 
 
-class _Storages:
-    """Answers the persistent ids of one file with its storages."""
-
-    def __init__(self, directory: Directory, prefix: str, store: FileStore) -> None:
-        self.directory = directory
-        self.prefix = prefix
-        self.store = store
-
-    def load(self, key: object) -> StorageRef:
-        return self._placed(storage_of(key, self.store))
-
-    def like(self, storage: StorageRef) -> StorageRef:
-        return self._placed(StorageRef(storage.key, storage.dtype, storage.numel, self.store, 0))
-
-    def _placed(self, storage: StorageRef) -> StorageRef:
-        if storage.numel == 0:  # ZeRO-3 leaves thousands of these: they have no record
-            return storage
-        name = self.prefix + storage.key
-        record = self.directory.records.get(name)
-        byte_offset = self.directory.data_offset(name)
-        if record is None or storage.nbytes > record.nbytes:
-            found = f"{record.nbytes if record else 0:,} bytes"
-            raise self.directory.file.damaged(
-                f"record {name!r} is too small for its storage", found, f"{storage.nbytes:,} bytes", byte_offset
-            )
-        at = self.directory.file.base + byte_offset
-        return StorageRef(storage.key, storage.dtype, storage.numel, self.store, at)
+def _place(storage: StorageRef, directory: Directory, prefix: str) -> StorageRef:
+    """The storage at the place of its record. Raises CorruptError if that is too small."""
+    if storage.numel == 0:  # ZeRO-3 leaves thousands of these: they have no record
+        return storage
+    name = f"{prefix}/data/{storage.key}"
+    record = directory.records.get(name)
+    byte_offset = directory.data_offset(name)
+    if record is None or storage.nbytes > record.nbytes:
+        found = f"{record.nbytes if record else 0:,} bytes"
+        raise directory.file.damaged(
+            f"record {name!r} is too small for its storage", found, f"{storage.nbytes:,} bytes", byte_offset
+        )
+    return StorageRef(storage.key, storage.dtype, storage.numel, storage.store, directory.file.base + byte_offset)
 
 
 def storage_of(key: object, store: FileStore) -> StorageRef:

@@ -95,29 +95,6 @@ def place_of(ref: TensorRef) -> BytePlace:
     return ref.store.path, ref.byte_offset, ref.byte_stop
 
 
-class _SlimFile(TorchFile):
-    """A torch file in which a tensor that has several names, or an equal copy, is one storage."""
-
-    def __init__(self, path: str, same: Mapping[BytePlace, TensorRef], swapped: Callable[[str], bool]) -> None:
-        super().__init__(path)
-        self._same = same
-        self._swapped = swapped
-        self._made: dict[object, TensorSpec] = {}
-
-    def _adopt(self, value: object, above: set[int]) -> object:
-        if not isinstance(value, TensorRef):
-            return super()._adopt(value, above)
-        ref = self._same.get(place_of(value), value)
-        label = label_of(value)
-        key = (ref.place, label)
-        if key not in self._made:
-            if label and self._swapped(label):
-                ref = replace(ref, shape=(0,), stride=(1,))  # see [Note: swap files]
-            spec = self.tensor(whole("", ref, "buffer"))
-            self._made[key] = replace(spec, attributes={_LABEL: label}) if label else spec
-        return self._made[key]
-
-
 def label_of(ref: TensorRef) -> str:
     """The name of a tensor's swap file; empty where it has none."""
     label = (ref.attributes or {}).get(_LABEL)
@@ -172,8 +149,22 @@ def slim_file(path: str, container: Container, cut: Cut, swapped: Callable[[str]
     root = _without(container.root, cut, 0)
     if counted == cut.bytes and not waste_of(refs) and not any(place_of(ref) in cut.same for ref in refs):
         return None
-    file = _SlimFile(path, cut.same, swapped)
-    return file.finish(file.adopt(root))
+    file = TorchFile(path)
+    made: dict[object, TensorSpec] = {}
+
+    def take(ref: TensorRef) -> TensorSpec:
+        """Adds a tensor; one that has several names, or an equal copy, is one storage."""
+        label = label_of(ref)
+        ref = cut.same.get(place_of(ref), ref)
+        key = (ref.place, label)
+        if key not in made:
+            if label and swapped(label):
+                ref = replace(ref, shape=(0,), stride=(1,))  # see [Note: swap files]
+            spec = file.tensor(whole("", ref, "buffer"))
+            made[key] = replace(spec, attributes={_LABEL: label}) if label else spec
+        return made[key]
+
+    return file.finish(file.adopt(root, take))
 
 
 def _without(value: object, cut: Cut, depth: int) -> object:

@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -32,7 +32,7 @@ from zckpt.output.address import (
 )
 from zckpt.output.checks import check_kind, exists
 from zckpt.output.contents import WEIGHTS, decide_replacement, listed_in
-from zckpt.output.files import INDEX, FileOrder, FileSource, FileStream
+from zckpt.output.files import INDEX, FileOrder, FileSource, Write
 from zckpt.output.manifest import Manifest
 from zckpt.output.order import Order
 from zckpt.output.signature import Signing
@@ -145,13 +145,13 @@ class AddressDestination(contextlib.AbstractContextManager["AddressDestination"]
     def take(self, source: FileSource, kept: Mapping[str, WrittenFile]) -> dict[str, WrittenFile]:
         """Sends all large files that are not kept, one after the other."""
         files = dict(kept)
-        for file in source.stream(self.directory, kept):
-            files[file.name] = self._send(file)
+        for name, nbytes, send in source.stream(self.directory, kept):
+            files[name] = self._send(name, nbytes, send)
         return files
 
-    def _send(self, stream: FileStream) -> WrittenFile:
+    def _send(self, name: str, nbytes: int, send: Callable[[Write], WrittenFile]) -> WrittenFile:
         """Sends one file. It appears when it is complete; the only file of an output appears at the commit."""
-        actual, hashed = self._names[stream.name], sha256()
+        actual, hashed = self._names[name], sha256()
 
         def write(data: bytes | memoryview) -> None:
             if self._signing is not None:
@@ -159,16 +159,16 @@ class AddressDestination(contextlib.AbstractContextManager["AddressDestination"]
             upload.write(data)
 
         with contextlib.ExitStack() as stack:
-            upload = Upload(self._place.at(actual).path, stream.nbytes)
-            if stream.name == self._head:
+            upload = Upload(self._place.at(actual).path, nbytes)
+            if name == self._head:
                 self._upload = upload
             else:
                 stack.enter_context(upload)
-            file = stream.send(write)
+            file = send(write)
             self._check_mine()  # before it appears: it may have the name of another run's file
         self._digests[actual] = hashed.hexdigest()
         self._left.pop(actual, None)
-        if stream.name == self._head:
+        if name == self._head:
             self._sent[actual] = SentToAddress(replace(file, path=actual), "")
             return file
         self._sent[actual] = self._place.sent(replace(file, path=actual))

@@ -52,19 +52,10 @@ Moved = Callable[[int], None]
 """A function that is called with the number of bytes read or written since its last call."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileStream:
-    """A file that is sent while it is made.
-
-    Attributes:
-        name: relative to the output.
-        nbytes: its size.
-        send: is given what sends bytes, and returns what is known of the file then.
-    """
-
-    name: str
-    nbytes: int
-    send: Callable[[Write], WrittenFile]
+FileStream = tuple[str, int, Callable[[Write], WrittenFile]]
+"""A file that is sent while it is made: its name in the output; its size; and a function that is given what sends bytes, and
+returns what is known of the file then.
+"""
 
 
 class PlanFiles:
@@ -192,7 +183,7 @@ class PlanFiles:
             self._engine = moved.engine
             return moved.files[0]
 
-        return FileStream(name, plan.bytes_written, send)
+        return name, plan.bytes_written, send
 
     def finish(self, directory: str, files: Mapping[str, WrittenFile]) -> Manifest:
         """Makes what is missing in the directory, given all files so far; without one, small files are left to
@@ -347,7 +338,7 @@ class MadeFiles:
                     write(block)
             return file
 
-        return FileStream(file.path, file.nbytes, send)
+        return file.path, file.nbytes, send
 
     def finish(self, directory: str, files: Mapping[str, WrittenFile]) -> Manifest:
         """Lets the job make the other files."""

@@ -20,7 +20,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.base import words
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import OTHER_SAVE, IncompleteError, InconsistentError, UnsupportedError
 from zckpt.base.words import examples
 from zckpt.containers import list_at, mapping_at, value_at
@@ -33,19 +32,10 @@ if TYPE_CHECKING:
     from zckpt.layouts.zero.read import Save
 
 
-@dataclass(frozen=True, slots=True)
-class GroupShare:
-    """The part of a save that one data-parallel group of ranks shares.
-
-    Attributes:
-        save: its files, with the names that experts have among all.
-        groups: numbers of its parameter groups among all.
-        rank: expert-parallel rank; None for the part without experts.
-    """
-
-    save: Save
-    groups: tuple[int, ...]
-    rank: int | None
+GroupShare = tuple["Save", "tuple[int, ...]", "int | None"]
+"""The part of a save that one data-parallel group of ranks shares: its files, with the names that experts have among all;
+numbers of its parameter groups among all; and the expert-parallel rank, None for the part without experts.
+"""
 
 
 def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool) -> Iterator[GroupShare]:
@@ -81,9 +71,9 @@ def parts_of(save: Save, model: ModelStates, layers: Layers, *, data_first: bool
                 )
                 zero3.check_lengths(part)
                 owned = zero3.owners(save.shards[0])
-                yield GroupShare(part, tuple(sorted({owned[number] for number in numbers})), rank)
+                yield part, tuple(sorted({owned[number] for number in numbers})), rank
             else:
-                yield GroupShare(zero12.Zero12Save(own, shards, len(ranks)), tuple(numbers), rank)
+                yield zero12.Zero12Save(own, shards, len(ranks)), tuple(numbers), rank
 
 
 def split_by_experts(save: Save, layers: Layers) -> tuple[Save, Save]:

@@ -90,10 +90,10 @@ class MixtureReader:
             return dense | self.unsharded.experts | self._stacked(self.unsharded.stacks)
         found: dict[str, TensorEntry] = {}
         slices: dict[str, dict[int, TensorEntry]] = {}
-        for part in self.parts:
-            for name, entry in part.save.masters().items():
-                if part.rank is not None and self._is_stacked(name):
-                    slices.setdefault(name, {})[part.rank] = entry
+        for save, _, rank in self.parts:
+            for name, entry in save.masters().items():
+                if rank is not None and self._is_stacked(name):
+                    slices.setdefault(name, {})[rank] = entry
                 else:
                     found[name] = entry
         return found | self._stacked(slices)
@@ -149,7 +149,7 @@ class MixtureReader:
             catalog = assemble(self.model, masters, source, topology, frozen={})
             return unsharded.frozen_without_master(catalog, trained) if trained else catalog
         frozen = replace(self.save, model=self.model).frozen()
-        padding = (pad for part in self.parts for pad in part.save.padding())
+        padding = (pad for save, _, _ in self.parts for pad in save.padding())
         return assemble(self.model, masters, source, topology, frozen, padding)
 
     def _state_names(self) -> tuple[str, ...]:
@@ -167,24 +167,24 @@ class MixtureReader:
         """What the run needs beside its weights; of slices, the first model-parallel rank's."""
         if self.save is None:
             return self.training_of(self.mp_ranks[0])
-        held = [(part, part.save.training()) for part in self.parts]
+        held = [(rank, own, save.training()) for save, own, rank in self.parts]
         states: dict[str, Mapping[str, TensorEntry]] = {}
         slices: dict[str, dict[str, dict[int, TensorEntry]]] = {}
         groups: dict[int, ParameterGroup] = {}
-        for part, training in held:
+        for rank, own, training in held:
             for name, by_state in training.states.items():
-                if part.rank is None or not self._is_stacked(name):
+                if rank is None or not self._is_stacked(name):
                     states[name] = by_state
                     continue
                 for state, entry in by_state.items():
-                    slices.setdefault(state, {}).setdefault(name, {})[part.rank] = entry
-            for number, group in zip(part.groups, training.groups, strict=True):
+                    slices.setdefault(state, {}).setdefault(name, {})[rank] = entry
+            for number, group in zip(own, training.groups, strict=True):
                 first = groups.setdefault(number, group)
                 groups[number] = replace(first, names=tuple(dict.fromkeys((*first.names, *group.names))))
         for state, by_name in slices.items():
             for name, entry in self._stacked(by_name).items():
                 states[name] = {**states.get(name, {}), state: entry}
-        first_part = held[0][1]
+        first_part = held[0][2]
         numbers = sorted(groups)
         return without_experts(
             replace(
@@ -193,7 +193,7 @@ class MixtureReader:
                 states=states,
                 raw=self.save.shards[0].root,
                 joined=self._joined(),
-                padding=tuple(pad for _, training in held for pad in training.padding),
+                padding=tuple(pad for _, _, training in held for pad in training.padding),
             )
         )
 

@@ -7,7 +7,7 @@ places, the moves into them, and zeros where a vector is padded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -70,15 +70,15 @@ class TorchFile:
         self._fillings[spec.name] = list(fillings)
         return spec
 
-    def adopt(self, value: Any) -> Any:
-        """An inert value of another file, with its tensors as tensors of this one. Raises UnsupportedError if it
-        contains itself.
+    def adopt(self, value: Any, take: Callable[[TensorRef], TensorSpec] | None = None) -> Any:
+        """An inert value of another file, with its tensors as tensors of this one, each as `take` adds it, or whole. Raises
+        UnsupportedError if the value contains itself.
         """
-        return self._adopt(value, set())
+        return self._adopt(value, take or (lambda ref: self.tensor(whole("", ref, "buffer"))), set())
 
-    def _adopt(self, value: Any, above: set[int]) -> Any:
+    def _adopt(self, value: Any, take: Callable[[TensorRef], TensorSpec], above: set[int]) -> Any:
         if isinstance(value, TensorRef):
-            return self.tensor(whole("", value, "buffer"))
+            return take(value)
         if isinstance(value, TensorEntry):
             return self.tensor(value)
         if isinstance(value, Inline):
@@ -96,17 +96,17 @@ class TorchFile:
         above.add(id(value))
         try:
             if isinstance(value, Mapping):
-                return {key: self._adopt(item, above) for key, item in value.items()}
+                return {key: self._adopt(item, take, above) for key, item in value.items()}
             if isinstance(value, list):
-                return [self._adopt(item, above) for item in value]
+                return [self._adopt(item, take, above) for item in value]
             if type(value) is tuple:
-                return tuple(self._adopt(item, above) for item in value)
+                return tuple(self._adopt(item, take, above) for item in value)
             if isinstance(value, Placeholder):
                 parts = (value.args, value.state, value.kwargs, value.items)
-                args, state, kwargs, items = (self._adopt(part, above) for part in parts)
+                args, state, kwargs, items = (self._adopt(part, take, above) for part in parts)
                 return replace(value, args=args, state=state, kwargs=kwargs, items=items)
             if isinstance(value, NumpyArray):
-                return replace(value, objects=self._adopt(value.objects, above))
+                return replace(value, objects=self._adopt(value.objects, take, above))
             return value
         finally:
             above.discard(id(value))
