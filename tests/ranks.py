@@ -17,15 +17,17 @@ from standby import programs
 
 OWN = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
 BARE = (
-    "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "zckpt.live", "zckpt.runtime", "zckpt.drop_in",
+    "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "zckpt.live", "zckpt.runtime.start", "zckpt.drop_in",
     "pytest",
 )  # fmt: skip
 """What ranks of zckpt's trainer import, and `proofs` of their scripts."""
 OURS = (*BARE, "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
 """And the models that some of them train; the hub's library has read its environment then."""
-DEEPSPEED = (*OURS, "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # which imports torch.compile's compiler
+_REAL = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")  # which imports torch.compile's compiler
+DEEPSPEED = (*OURS, *_REAL)
 TRAINER = (*OURS, "transformers.trainer", "accelerate", "peft")
 """Of transformers; it imports DeepSpeed when it is asked for, which may be zckpt's trainer."""
+DEEPSPEED_TRAINER = (*TRAINER, *_REAL)
 MEGATRON = (*BARE[:3], "megatron.core.dist_checkpointing", "megatron.core.optimizer")
 
 

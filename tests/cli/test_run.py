@@ -12,7 +12,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +129,9 @@ def test_a_process_group_is_taken_down_at_a_good_end(home: Path) -> None:
     assert start(home, "group.py", "own").stdout == "done\ntaken down\n"
     failed = start(home, "group.py", "own", "raise")
     assert (failed.returncode, failed.stdout) == (1, "done\n")
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", WHOLE: "1"}
     for words, said in ((["ours"], "done\ntaken down\n"), (["ours", "raise"], "done\n")):
-        command = [sys.executable, "group.py", *words]
+        command = [f"{programs()}/python", "group.py", *words]
         done = subprocess.run(command, cwd=home, env=environment, text=True, capture_output=True, check=False)
         assert done.stdout == said, done.stderr
 

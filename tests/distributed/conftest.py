@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # for what the scripts and the tests share
 Results = dict[str, list[Any]]
 MODULES = {
-    "deepspeed_losses.py": DEEPSPEED, "deepspeed_goes_on.py": DEEPSPEED, "pushes.py": BARE, "pretrained_checks.py": BARE,
+    "deepspeed_losses.py": DEEPSPEED, "deepspeed_goes_on.py": DEEPSPEED, "monitor_checks.py": DEEPSPEED,
+    "pushes.py": BARE, "pretrained_checks.py": BARE,
 }  # fmt: skip
 """What some scripts have imported when they begin; `BARE` where transformers must see an environment or a trainer first."""
 

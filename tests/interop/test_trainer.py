@@ -13,7 +13,7 @@ from typing import Any
 import proofs
 import pytest
 from hangs import HANG_S
-from ranks import TRAINER, fork_ranks, run_ranks
+from ranks import DEEPSPEED_TRAINER, fork_ranks, run_ranks
 
 import zckpt
 
@@ -45,7 +45,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for engine in logs:
         (home / engine).mkdir()
     with ThreadPoolExecutor() as pool, logs["zckpt"].open("w") as log:
-        theirs = pool.submit(fork_ranks, 2, [*worker, "deepspeed"], logs["deepspeed"], TRAINER, HF_HUB_OFFLINE="1")
+        theirs = pool.submit(
+            fork_ranks, 2, [*worker, "deepspeed"], logs["deepspeed"], DEEPSPEED_TRAINER, HF_HUB_OFFLINE="1"
+        )
         ours = subprocess.run(
             [*launcher, "-m", "zckpt", "run", *worker, "zckpt"], env={**os.environ, **own}, stdout=log,
             stderr=subprocess.STDOUT, timeout=HANG_S, check=False,
@@ -105,7 +107,7 @@ def test_a_loop_with_accelerate(results: dict[str, Results], stage: int) -> None
 @pytest.fixture(scope="module")
 def resharded(home: Path) -> dict[str, Any]:
     """DeepSpeed on one rank goes on from what zckpt made of the directories of two."""
-    run_ranks(1, home, HERE / "resharded_worker.py", TRAINER, HF_HUB_OFFLINE="1")
+    run_ranks(1, home, HERE / "resharded_worker.py", DEEPSPEED_TRAINER, HF_HUB_OFFLINE="1")
     return json.loads((home / "resharded.json").read_text())
 
 
@@ -142,7 +144,7 @@ def test_the_trainer_goes_on_with_more_ranks(
         out = home / "resharded" / f"on {ranks}" / f"stage {stage}"
         zckpt.reshard(source / "checkpoint-2", out, world_size=ranks, stage=stage)
         assert {f"rng_state_{rank}.pth" for rank in range(before)} >= {path.name for path in out.glob("rng_state*")}
-    run_ranks(ranks, home, HERE / "resharded_worker.py", TRAINER, HF_HUB_OFFLINE="1")
+    run_ranks(ranks, home, HERE / "resharded_worker.py", DEEPSPEED_TRAINER, HF_HUB_OFFLINE="1")
     found = json.loads((home / f"grown_{ranks}_0.json").read_text())
     whole = results["deepspeed"]["stage 2"] if before == 2 else resharded["results"]["alone"]
     assert len(found) == 3
