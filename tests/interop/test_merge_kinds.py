@@ -360,6 +360,10 @@ def test_what_is_not_merged_is_refused_for_its_own_reason(tmp_path: Path) -> Non
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "peft_version": "0.17.1"}))
     refused(zckpt.UnsupportedError, "PEFT before 0.18")
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "use_cayley_neumann"}))
+    refused(
+        zckpt.UnsupportedError, "no use_cayley_neumann in the config.*Put it into the adapter's config, true or false"
+    )
     lora: dict[str, Any] = {"target_modules": ["down_proj"], "init_lora_weights": False}
     peft.get_peft_model(llama(), peft.LoraConfig(**lora, lora_bias=True)).save_pretrained(tmp_path / "adapter")
     refused(zckpt.UnsupportedError, "bias cannot be merged into a layer without one.*down_proj.bias.*Use it unmerged")

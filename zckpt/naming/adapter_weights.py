@@ -55,6 +55,9 @@ _ALONE = "Use it unmerged, with PEFT"
 _UNMERGED = {
     **dict.fromkeys(("QALoRA", "aLoRA", "Arrow"), f"{_ALONE}, which does not merge it either."),
     "layer replication": f"{_ALONE}: repeated layers share weights there, and its merge adds all their updates to the same ones.",
+    (
+        _NO_FORMULA := "no use_cayley_neumann in the config of an OFT"
+    ): "Put it into the adapter's config, true or false, as it was trained. PEFT writes it, and takes true where it is missing.",
 }
 """What to do with methods that have no merged weights. Source: PEFT 0.21.2, tuners/lora/variants.py, and its merges, tried."""
 _OTHER_SERIES = (0, 18)
@@ -196,6 +199,8 @@ class AdapterWeights:
             raise self._refused(named[0], first)
         if config.get("use_cayley_neumann") and (version_of(config.get("peft_version")) or ()) < _OTHER_SERIES:
             raise self._refused("use_cayley_neumann of PEFT before 0.18, which had another series", first)
+        if kind == "OFT" and "use_cayley_neumann" not in config:
+            raise self._refused(_NO_FORMULA, first)
         start = str(config.get("init_lora_weights"))
         home = locate(self.config_file).absolute().parent
         if (_CHANGING.fullmatch(start.lower()) or home.name in _INITIAL) and not self.with_base:
