@@ -24,7 +24,7 @@ from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, with_parts
 from zckpt.naming.families import by_parts
 from zckpt.naming.parts import ALL, is_part
-from zckpt.naming.schemes import Scheme, parse_scheme, scheme, scheme_of, schemes
+from zckpt.naming.schemes import Scheme, families, family_of, parse_scheme, scheme, scheme_of, schemes
 
 
 @pytest.mark.parametrize("name", schemes())
@@ -335,3 +335,18 @@ def test_blocks_are_parallel_where_the_class_has_them_so(kind: str, key: str) ->
 def test_names_of_any_characters_are_refused_in_words(name: str) -> None:
     with pytest.raises(UnsupportedError, match="no scheme of names"):
         scheme_of([name], "file")
+
+
+def test_a_model_type_leads_to_the_one_family_that_knows_it() -> None:
+    """Also where a family's name is the type, and no other family is read."""
+    knows = {name: scheme(f"hf-{name}") for name in families()}
+    kinds = [
+        (kind, own.name)
+        for own in knows.values()
+        for kind in {own.config["fixed"]["model_type"], *own.recognised.get("model_type", ())}
+    ]
+    assert len(kinds) == len(dict(kinds)) > 60
+    for kind, name in kinds:
+        family = family_of(kind)
+        assert family is not None and family.name == name
+    assert family_of("no-such") is family_of(None) is None

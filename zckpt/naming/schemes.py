@@ -343,6 +343,11 @@ def family_of(model_type: object) -> Scheme | None:
     """The family with configs that have this `model_type`; None if it is none of those known."""
     if not isinstance(model_type, str):
         return None
+    if (
+        f"hf-{model_type}" in schemes()
+        and (own := scheme(f"hf-{model_type}")).config["fixed"]["model_type"] == model_type
+    ):
+        return own  # most are named so: the others need not be read
     name = _by_type(len(_added)).get(model_type)
     return None if name is None else scheme(name)
 
