@@ -373,7 +373,7 @@ class Hub:
                         remedy=RETRY,
                     ) from error  # fmt: skip
                 raise
-            return Committed(str(info.oid), str(info.pr_url or ""))
+            return str(info.oid), str(info.pr_url or "")
 
         return self.do("committing", attempt)
 

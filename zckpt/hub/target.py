@@ -66,17 +66,8 @@ class Page:
     files: Files = field(default_factory=dict[str, tuple[int, str]])
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A commit at the hub.
-
-    Attributes:
-        oid: its hash.
-        pull_request: address of the pull request that it is in; empty for none.
-    """
-
-    oid: str
-    pull_request: str = ""
+Committed = tuple[str, str]
+"""The hash of a commit at the hub, and the address of the pull request that it is in; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ def execute(ready: Ready, progress: Progress = None) -> PushReport:
     target, hub, page, shards = ready.target, ready.hub, ready.page, ready.cargo.shards
     if ready.already_done:
         listed = tuple((path, *page.files[path]) for path in ready.there)
-        return _report(ready, Committed(page.head), listed, began)
+        return _report(ready, (page.head, ""), listed, began)
     directory = target.scratch or default_directory()
     with quietly(), in_large_pieces(), open_scratch(directory, *_place(hub, target)) as room:
         check_free(room.path, min(ready.room, sum(shard.scratch_bytes for shard in shards)), room.path)
@@ -180,7 +180,7 @@ def execute(ready: Ready, progress: Progress = None) -> PushReport:
         pipeline = Pipeline(shards, hub, target, page, room, ready.room, progress)
         committed, wanted, notes = _send_and_commit(ready, page, pipeline)
         headers = {target.place(shard.name): shard.header for shard in shards}
-        files = read_back(hub, target.repo_id, committed.oid, wanted, headers)
+        files = read_back(hub, target.repo_id, committed[0], wanted, headers)
         room.finish([shard.identity for shard in shards])
     return _report(ready, committed, files, began, pipeline.sent, pipeline.made, notes)
 
@@ -189,12 +189,12 @@ def _report(
     ready: Ready, committed: Committed, files: tuple[tuple[str, int, str], ...], began: float, sent: int = 0, made: int = 0,
     notes: Sequence[str] = (),
 ) -> PushReport:  # fmt: skip
-    target = ready.target
+    target, (commit, pull_request) = ready.target, committed
     return PushReport(
         url=f"{ready.hub.endpoint}/{target.repo_id}" + ("" if target.revision == "main" else f"/tree/{target.revision}"),
-        commit=committed.oid, pull_request=committed.pull_request, files=files, bytes_sent=sent, bytes_made=made,
+        commit=commit, pull_request=pull_request, files=files, bytes_sent=sent, bytes_made=made,
         seconds=time.perf_counter() - began, notes=(*ready.cargo.notes, *notes),
-        already_done=committed.oid == ready.page.head,
+        already_done=commit == ready.page.head,
     )  # fmt: skip
 
 
@@ -282,11 +282,11 @@ def _made_already(ready: Ready, wanted: Wanted, known: Collection[int]) -> Commi
     if not target.create_pr:
         now = hub.page(target.repo_id, target.revision)
         is_made = not differences(now.files, wanted) and not any(path in now.files for path in ready.removed)
-        return Committed(now.head) if is_made else None
+        return (now.head, "") if is_made else None
     for number, title in hub.pull_requests(target.repo_id).items():
         now = hub.page(target.repo_id, f"refs/pr/{number}")
         if number not in known and title == target.message and not differences(now.files, wanted):
-            return Committed(now.head, f"{hub.endpoint}/{target.repo_id}/discussions/{number}")
+            return now.head, f"{hub.endpoint}/{target.repo_id}/discussions/{number}"
     return None
 
 
