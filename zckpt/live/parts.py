@@ -31,7 +31,7 @@ from zckpt.core.fragments import Fragment
 from zckpt.core.stores import MemoryStore
 from zckpt.layouts.save.state_names import WRAPPERS
 from zckpt.live.loading import is_plain, tensors_of
-from zckpt.live.slices import WholeCopy, copies_of, local_part, master_of, reshard_modules, whole_copy_of
+from zckpt.live.slices import copies_of, local_part, master_of, reshard_modules, whole_copy_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class LocalModel:
         offers: in the model's order, tied weights once.
         read: name -> gives the elements offered, in memory of any device.
         aliases: dropped name -> kept name.
-        copies: name -> the whole copy of a parameter, which scripts may have written to.
+        copies: name -> the trainer's `ShardedParameter`, of those with a whole copy, which scripts may have written to.
     """
 
     offers: tuple[Offer, ...]
     read: dict[str, Callable[[], torch.Tensor]]
     aliases: dict[str, str]
-    copies: dict[str, WholeCopy]
+    copies: dict[str, Any]
     _rounded: dict[str, torch.Tensor | None] = field(default_factory=dict[str, "torch.Tensor | None"])
 
     def elements(self, name: str, dtype: DType) -> torch.Tensor:
@@ -111,7 +111,7 @@ def local_model(model: nn.Module) -> LocalModel:
     offers: list[Offer] = []
     read: dict[str, Callable[[], torch.Tensor]] = {}
     aliases: dict[str, str] = {}
-    copies: dict[str, WholeCopy] = {}
+    copies: dict[str, Any] = {}
     for names, registered in tensors_of(model):
         kept, *dropped = (WRAPPERS.sub("", name) for name in names)
         tensor, copy = registered, whole_copy_of(registered)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,19 +90,8 @@ def copies_of(model: nn.Module) -> Any:
     return vars(model).get(COPIES)
 
 
-class WholeCopy(Protocol):
-    """What the trainer knows of a parameter that it registers whole between steps."""
-
-    weight: torch.Tensor
-
-    def take_up(self) -> torch.Tensor | None:
-        """Takes what was written to the copy into this process's part. Returns the copy's elements of that part, if
-        they are, bit for bit, what the part's become in the copy's dtype.
-        """
-
-
-def whole_copy_of(parameter: torch.Tensor) -> WholeCopy | None:
-    """What the trainer knows of a parameter, if it is such a copy."""
+def whole_copy_of(parameter: torch.Tensor) -> Any:
+    """The trainer's `ShardedParameter` of a parameter that it registers whole between steps; None for any other."""
     trained: Any = getattr(parameter, _SHARDED_PARAMETER, None)
     return trained if getattr(trained, "whole", None) is parameter else None
 
@@ -116,7 +105,8 @@ def part_of(parameter: torch.Tensor) -> torch.Tensor:
     if copy is None:
         return parameter
     copy.take_up()
-    return copy.weight
+    part: torch.Tensor = copy.weight
+    return part
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor | None:
