@@ -15,6 +15,7 @@ import struct
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -95,14 +96,16 @@ class Loader:
         self.epoch = self.batch = 0
         self._batch_size, self._seed = batch_size, seed
         self._generator = torch.Generator()
-        sampler = None
+        sampler: DistributedSampler[Any] | None = None
         if not isinstance(dataset, IterableDataset):
-            sampler = _RestOfEpoch(dataset, num_replicas=world.size, rank=world.rank, seed=seed, drop_last=drop_last)
-        self._sampler = sampler
-        self._loader: DataLoader[Any] = DataLoader(
+            sampler = DistributedSampler(
+                dataset, num_replicas=world.size, rank=world.rank, seed=seed, drop_last=drop_last
+            )
+        self._sampler, self._dataset, self._drop_last = sampler, dataset, drop_last
+        self._load: Callable[..., DataLoader[Any]] = partial(
+            DataLoader,
             dataset,
             batch_size=batch_size,
-            sampler=sampler,
             collate_fn=collate_fn,
             drop_last=drop_last,
             pin_memory=world.device.type != "cpu",
@@ -110,18 +113,18 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        samples = len(self._sampler.whole()) if self._sampler is not None else len(self._loader.dataset)  # type: ignore[arg-type]
-        return samples // self._batch_size if self._loader.drop_last else -(-samples // self._batch_size)
+        samples = len(self._sampler) if self._sampler is not None else len(self._dataset)  # type: ignore[arg-type]
+        return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        skip = self.batch
+        skip, rest = self.batch, None
         self._generator.manual_seed(self._seed + self.epoch)
         if self._sampler is not None:
             self._sampler.set_epoch(self.epoch)
-            self._sampler.skip = skip * self._batch_size
+            rest = list(self._sampler)[skip * self._batch_size :]
             skip = 0
         before = rng_state() if skip else None
-        batches = iter(self._loader)
+        batches = iter(self._load(sampler=rest))
         if before is not None:  # samples that were used before: what they draw from the generators was drawn then
             for _ in islice(batches, skip):
                 pass
@@ -154,15 +157,3 @@ def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
         changed = {name: map_tensors(change, one) for name, one in value.items()}
         return changed if isinstance(value, defaultdict) else type(value)(changed)
     return type(value)([map_tensors(change, one) for one in value]) if isinstance(value, tuple | list) else value
-
-
-class _RestOfEpoch(DistributedSampler[Any]):
-    """A rank's share of an epoch without its first samples."""
-
-    skip = 0
-
-    def whole(self) -> list[int]:
-        return list(super().__iter__())
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.whole()[self.skip :])
