@@ -17,10 +17,10 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,6 +45,8 @@ from zckpt.team.sameness import place_of_directory, ranks_by_value
 
 _log = logging.getLogger("zckpt.runtime")
 
+Begun = TypeVar("Begun")
+
 
 def save(
     run: TrainingRun,
@@ -67,28 +69,22 @@ def save(
     """
     meetings.begin(f"{run.micro_steps}")
     state, publication = _enter(run, meetings, directory, tag, latest=latest)
+    begin = partial(_begin_together, state, meetings, publication, only_trained=only_trained)
     try:
-        begun, root = _begin_together(state, meetings, publication, client_state, only_trained=only_trained)
-        if isinstance(begun, Copied):
+        if run.settings.config.checkpoint.async_save:
+            means = _means.setdefault(run, _Means())
+            means.number += 1  # before anything that may fail on this rank alone
+            (outlined, snapshot), root = begin(partial(_copy_state, client_state, means))
             server = meetings.server()
             what = f"save of {publication.tag!r} in {publication.directory}"
-            return Saving(what, partial(_finish_copied, meetings, publication, begun, root, server), server)
+            finish = partial(_finish_copied, meetings, publication, outlined, snapshot, means, root, server)
+            return Saving(what, finish, server)
+        planned, root = begin(lambda state: plan(outline(state, client_state, STAGED), exchange_of(state)))
     except BaseException:
         publication.end()
         raise
-    _finish(meetings, publication, begun, root)
+    _finish(meetings, publication, planned, root)
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """A save in the background, copied so far that training may go on: what it saves, the elements, and what saves of this
-    run use again.
-    """
-
-    outlined: Outlined
-    snapshot: Snapshot
-    means: _Means
 
 
 @dataclass(slots=True)
@@ -109,45 +105,43 @@ def _begin_together(
     state: RunState,
     meetings: Meetings,
     publication: Publication,
-    client_state: Mapping[str, Any],
+    begin: Callable[[RunState], Begun],
     *,
     only_trained: bool,
-) -> tuple[Rounds | Copied | None, str]:
-    """The save, planned or copied on every rank, and the directory for this rank's files."""
-    run = state.run
-    means = None
-    if run.settings.config.checkpoint.async_save:
-        means = _means.setdefault(run, _Means())
-        means.number += 1  # before anything that may fail on this rank alone
+) -> tuple[Begun, str]:
+    """What `begin` makes of the state, once every rank has it, and the directory for this rank's files."""
     state = _with_all_generators(state)
-    begun: Rounds | Copied | None = None
     with Attempt() as tried:
         publication.begin()
         _warn_of_gradients(state)
         if only_trained:
             state = _only_trained(state)
-        if means is not None:
-            begun = _copy_state(state, outline(state, client_state, STAGED, copied=True), means)
-        else:
-            begun = plan(outline(state, client_state, STAGED), exchange_of(state))
+        begun = begin(state)
     names = meetings.agree("save_checkpoint", tried.error, publication.name)
-    return begun, publication.root(names, run.global_rank)
+    return begun, publication.root(names, state.run.global_rank)
 
 
-def _copy_state(state: RunState, outlined: Outlined, means: _Means) -> Copied:
-    """Copies what this rank holds; the optimizer waits for the part that is copied later."""
-    run = state.run
+def _copy_state(client_state: Mapping[str, Any], means: _Means, state: RunState) -> tuple[Outlined, Snapshot]:
+    """Copies what this rank holds so far that training may go on; the optimizer waits for the part that is copied later."""
+    run, outlined = state.run, outline(state, client_state, STAGED, copied=True)
     tensors = tensors_of(state) if outlined.takes_part else {}
     states = {(part.name, name) for part in state.parts for name in part.states}
     snapshot = Snapshot(tensors, lambda key: key not in states, means.pool)
     if run.optimizer is not None:
         run.optimizer.before_change = snapshot.finish
-    return Copied(outlined, snapshot, means)
+    return outlined, snapshot
 
 
-def _finish_copied(meetings: Meetings, publication: Publication, copied: Copied, root: str, store: object) -> None:
+def _finish_copied(
+    meetings: Meetings,
+    publication: Publication,
+    outlined: Outlined,
+    snapshot: Snapshot,
+    means: _Means,
+    root: str,
+    store: object,
+) -> None:
     """Plans a save with elements that are copied, and finishes it."""
-    outlined, snapshot, means = copied.outlined, copied.snapshot, copied.means
     group, means.group = means.group, None
     try:
         with Attempt() as tried:
