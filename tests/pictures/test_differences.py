@@ -103,13 +103,11 @@ def test_histograms_have_one_axis() -> None:
     axis = Axis.of(spreads)
     assert axis == Axis(-30, 1, 29) and Axis.of([Spread()]) is None
     bars = axis.bars_of(spreads[0])
-    assert [(bar.low, bar.pairs) for bar in bars if bar.pairs] == [(-30, 5), (-29, 10), (-2, 1)]
+    assert [(low, pairs) for low, pairs in bars.items() if pairs] == [(-30, 5), (-29, 10), (-2, 1)]
     drawn = small(axis, spreads[0])
     assert len(re.findall("M", drawn.split("<path d=")[1])) == 3
     assert 'aria-label="distances from 9.3e-10 to 0.5, most of them 1.9e-09 to 3.7e-09"' in drawn
     heights = [float(h) for h in re.findall(r'class="bar"[^>]* height="([\d.]+)"', large(axis, spreads[0]))]
     assert len(heights) == 29 and heights.index(max(heights)) == 1 and heights[2] == 0
     wide = Axis.of([Spread({-128: 1, 127: 3})])
-    assert (
-        wide is not None and wide.bars <= 40 and sum(bar.pairs for bar in wide.bars_of(Spread({-128: 1, 127: 3}))) == 4
-    )
+    assert wide is not None and wide.bars <= 40 and sum(wide.bars_of(Spread({-128: 1, 127: 3})).values()) == 4

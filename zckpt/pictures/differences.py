@@ -102,9 +102,9 @@ def _all_differences(axis: Axis | None, spreads: Sequence[Spread]) -> str:
         return ""
     whole = functools.reduce(Spread.__add__, spreads, Spread())
     rows = "".join(
-        f'<tr><td>{text(bar.words)}</td><td class="number">{bar.pairs:,}</td></tr>'
-        for bar in axis.bars_of(whole)
-        if bar.pairs
+        f'<tr><td>{text(axis.words(low))}</td><td class="number">{pairs:,}</td></tr>'
+        for low, pairs in axis.bars_of(whole).items()
+        if pairs
     )
     return (
         '<section class="card" aria-labelledby="far"><h2 id="far">How far numbers are apart</h2>'

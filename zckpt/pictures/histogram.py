@@ -7,7 +7,7 @@ style of its own, which the page's policy would not allow.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.words import count
@@ -19,26 +19,6 @@ _LARGE_HEIGHT, _BELOW, _TITLE = 200, 24, 18
 """Pixels of a large histogram, of the numbers below it, and of each axis title."""
 _SMALL_WIDTH, _SMALL_HEIGHT = 160, 30
 _MOST_LABELS = 14
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """Pairs of numbers between two distances.
-
-    Attributes:
-        low: their least distance is 2**low.
-        high: they are less than 2**high apart.
-        pairs: how many there are.
-    """
-
-    low: int
-    high: int
-    pairs: int
-
-    @property
-    def words(self) -> str:
-        """The distances between which the bar counts, in words."""
-        return f"{distance(self.low)} to {distance(self.high)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +39,16 @@ class Axis:
         step = math.ceil(exponents / _MOST_BARS)
         return cls(low, step, max(6, math.ceil(exponents / step)))
 
-    def bars_of(self, spread: Spread) -> list[Bar]:
-        """One bar for each stretch of the axis, also those without pairs."""
-        pairs = [0] * self.bars
+    def bars_of(self, spread: Spread) -> dict[int, int]:
+        """The exponent at which each bar begins -> how many pairs of numbers are so far apart."""
+        pairs = dict.fromkeys(range(self.low, self.low + self.bars * self.step, self.step), 0)
         for exponent, number in spread.counts.items():
-            pairs[(exponent - self.low) // self.step] += number
-        return [Bar(self.low + i * self.step, self.low + (i + 1) * self.step, n) for i, n in enumerate(pairs)]
+            pairs[exponent - (exponent - self.low) % self.step] += number
+        return pairs
+
+    def words(self, low: int) -> str:
+        """The distances between which a bar counts that begins at an exponent."""
+        return f"{distance(low)} to {distance(low + self.step)}"
 
     def powers_of_ten(self) -> Iterator[tuple[int, float]]:
         """Powers of ten on the axis, and where they are, between 0 and 1."""
@@ -78,26 +62,26 @@ def distance(exponent: int) -> str:
     return f"{2.0**exponent:.2g}"
 
 
-def summary(bars: list[Bar]) -> str:
+def summary(axis: Axis, bars: Mapping[int, int]) -> str:
     """A text for those who cannot see the histogram."""
-    filled = [bar for bar in bars if bar.pairs]
+    filled = [low for low, pairs in bars.items() if pairs]
     if not filled:
         return "no distances"
-    most = max(filled, key=lambda bar: bar.pairs)
-    return f"distances from {distance(filled[0].low)} to {distance(filled[-1].high)}, most of them {most.words}"
+    most = axis.words(max(filled, key=bars.__getitem__))
+    return f"distances from {distance(filled[0])} to {distance(filled[-1] + axis.step)}, most of them {most}"
 
 
 def small(axis: Axis, spread: Spread) -> str:
     """A histogram for a row of a table, as one shape; its highest bar has the full height."""
     bars = axis.bars_of(spread)
-    most = max(bar.pairs for bar in bars)
+    most = max(bars.values())
     width = _SMALL_WIDTH / axis.bars
     shapes: list[str] = []
-    for i, bar in enumerate(bars):
-        if bar.pairs:
-            height = max(1.5, bar.pairs / most * (_SMALL_HEIGHT - 1))
+    for i, pairs in enumerate(bars.values()):
+        if pairs:
+            height = max(1.5, pairs / most * (_SMALL_HEIGHT - 1))
             shapes.append(f"M{i * width:.4g} {_SMALL_HEIGHT}v-{height:.3g}h{width * 0.86:.3g}v{height:.3g}z")
-    words = text(summary(bars))
+    words = text(summary(axis, bars))
     return (
         f'<svg class="spread" viewBox="0 0 {_SMALL_WIDTH} {_SMALL_HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{words}"><title>{words}</title><path class="line" d="M0 {_SMALL_HEIGHT}h{_SMALL_WIDTH}"/>'
@@ -111,14 +95,14 @@ def large(axis: Axis, spread: Spread) -> str:
     It is as wide as there is room, and letters keep their size: places are parts of the width.
     """
     bars = axis.bars_of(spread)
-    most = max(bar.pairs for bar in bars)
+    most = max(bars.values())
     width = 100 / axis.bars
     ground = _LARGE_HEIGHT - _BELOW
     drawn: list[str] = []
-    for i, bar in enumerate(bars):
-        height = max(2.0, bar.pairs / most * (ground - _TITLE - 4)) if bar.pairs else 0
+    for i, (low, pairs) in enumerate(bars.items()):
+        height = max(2.0, pairs / most * (ground - _TITLE - 4)) if pairs else 0
         drawn.append(
-            f'<g aria-hidden="true"><title>{text(bar.words)}: {count(bar.pairs, "pair")} of numbers</title>'
+            f'<g aria-hidden="true"><title>{text(axis.words(low))}: {count(pairs, "pair")} of numbers</title>'
             f'<rect class="room" x="{i * width:.3f}%" y="0" width="{width:.3f}%" height="{ground}"/>'
             f'<rect class="bar" x="{(i + 0.06) * width:.3f}%" y="{ground - height:.2f}" width="{width * 0.88:.3f}%" '
             f'height="{height:.2f}" rx="1.5"/></g>'
@@ -134,7 +118,7 @@ def large(axis: Axis, spread: Spread) -> str:
             f"{'1' if power == 0 else f'1e{power}'}</text></g>"
         )
     return (
-        f'<svg class="histogram" height="{_LARGE_HEIGHT + _TITLE}" role="img" aria-label="{text(summary(bars))}">'
+        f'<svg class="histogram" height="{_LARGE_HEIGHT + _TITLE}" role="img" aria-label="{text(summary(axis, bars))}">'
         f'<text x="0" y="{_TITLE - 6}" text-anchor="start">pairs of numbers; the highest bar: {most:,}</text>'
         f'<text x="50%" y="{_LARGE_HEIGHT + _TITLE - 6}" text-anchor="middle">|a - b|, how far two numbers are apart</text>'
         f'{"".join(drawn)}<rect class="mark" x="0" y="{ground}" width="100%" height="1"/></svg>'
