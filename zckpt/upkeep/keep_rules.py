@@ -27,27 +27,9 @@ from zckpt.storage.location import Location
 STATE = "trainer_state.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A metric by which saves are compared.
-
-    Attributes:
-        name: as the user gives it; `eval_` before it may be left out.
-        greater: whether a greater value is better.
-    """
-
-    name: str
-    greater: bool
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """The names of the metric in a log, in the order in which they count."""
-        return (self.name if self.name.startswith("eval_") else f"eval_{self.name}"), self.name
-
-
-def metric_of(text: str) -> Metric:
-    """A metric as a user gives it: `eval_loss`, `accuracy`, `score:min`. Raises UsageError if it has no name, or
-    another word than min and max behind it.
+def metric_of(text: str) -> tuple[str, bool]:
+    """The name of a metric as a user gives it, `eval_loss`, `accuracy` or `score:min`, and whether a greater value is better.
+    Raises UsageError if it has no name, or another word than min and max behind it.
     """
     name, colon, way = text.partition(":")
     if not name or (colon and way not in ("min", "max")):
@@ -55,18 +37,21 @@ def metric_of(text: str) -> Metric:
             "the metric cannot be understood", found=repr(text), expected="a name, NAME:min or NAME:max",
             remedy="Correct --keep-best.",
         )  # fmt: skip
-    return Metric(name, way == "max" if colon else not name.endswith("loss"))
+    return name, way == "max" if colon else not name.endswith("loss")
 
 
-def values_of(saves: Iterable[RunSave], metric: Metric) -> dict[str, float]:
-    """Name of a save -> value of the metric, of saves that have one that is a number. Raises UsageError if none has;
-    says which metrics there are.
+def values_of(saves: Iterable[RunSave], metric: str) -> dict[str, float]:
+    """Name of a save -> value of a metric, of saves that have one that is a number. `metric`: its name, from which `eval_` may
+    be left out. Raises UsageError if none has; says which metrics there are.
     """
     saves = list(saves)
     states = {save.name: state for save in saves if (state := _state(save.path)) is not None}
     history = [entry for state in states.values() for entry in _history(state)]
     values: dict[str, float] = {}
-    for name in metric.names:  # the training's loss counts only where there is no `eval_loss`
+    for name in (
+        metric if metric.startswith("eval_") else f"eval_{metric}",
+        metric,
+    ):  # the training's loss counts only where there is no `eval_loss`
         for save in saves if not values else ():
             own = states.get(save.name, {})
             steps = {save.step, own.get("global_step")} - {None}
@@ -77,7 +62,7 @@ def values_of(saves: Iterable[RunSave], metric: Metric) -> dict[str, float]:
     if not values:
         known = sorted({key for entry in history for key in entry if key.startswith("eval_")})
         raise UsageError(
-            f"no save has the metric {metric.name!r}",
+            f"no save has the metric {metric!r}",
             found=f"metrics {examples(known, 6)}" if known else f"no evaluation in any {STATE}",
             expected=f"an evaluation at the step of a save, in its {STATE}",
             remedy="Correct --keep-best, or leave it out.",
@@ -85,9 +70,9 @@ def values_of(saves: Iterable[RunSave], metric: Metric) -> dict[str, float]:
     return values
 
 
-def best_of(values: Mapping[str, float], metric: Metric) -> str:
-    """The save with the best value; the first of equal ones, as in transformers."""
-    sign = 1 if metric.greater else -1
+def best_of(values: Mapping[str, float], *, greater: bool) -> str:
+    """The save with the best value, the greatest or the least; the first of equal ones, as in transformers."""
+    sign = 1 if greater else -1
     return max(values, key=lambda name: sign * values[name])
 
 
@@ -141,8 +126,8 @@ class KeepRules:
     )
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
-        """The metrics that `best` names. Raises UsageError if one cannot be understood."""
+    def metrics(self) -> tuple[tuple[str, bool], ...]:
+        """The metrics that `best` names, as `metric_of` reads them. Raises UsageError if one cannot be understood."""
         return tuple(map(metric_of, self.best))
 
     def __post_init__(self) -> None:
@@ -166,12 +151,12 @@ def reasons_to_stay(
     saves: Sequence[RunSave],
     problems: Mapping[str, str],
     rules: KeepRules,
-    values: Mapping[Metric, Mapping[str, float]],
+    values: Mapping[str, Mapping[str, float]],
     needed: Mapping[str, Sequence[str]],
 ) -> dict[str, list[str]]:
     """Name of each save that stays -> why, of all `saves` in the order of their steps. By the name of a save: `problems`, of
-    those that are not complete; `values` of each metric; `needed`, what else needs it. Raises IncompleteError if no save is
-    complete.
+    those that are not complete; `values` of each metric (by its name); `needed`, what else needs it. Raises IncompleteError if no
+    save is complete.
     """
     complete = [save for save in saves if save.name not in problems]
     if not complete:
@@ -190,11 +175,11 @@ def reasons_to_stay(
     for save in complete:
         if rules.every and save.step is not None and save.step % rules.every == 0:
             why[save.name].append(f"its step is a multiple of {rules.every:,}")
-    for metric in rules.metrics:
+    for metric, greater in rules.metrics:
         known = {save.name: values[metric][save.name] for save in complete if save.name in values[metric]}
         if known:
-            best = best_of(known, metric)
-            why[best].append(f"the best {metric.name} ({known[best]:.6g})")
+            best = best_of(known, greater=greater)
+            why[best].append(f"the best {metric} ({known[best]:.6g})")
     for save in saves:
         why[save.name] += needed.get(save.name, ())
         if save.step is None:

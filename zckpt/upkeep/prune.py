@@ -165,7 +165,7 @@ def _prune_saves(
     pace: Pace,
     watch: JobWatch | None,
 ) -> Pruning:
-    values = {metric: values_of(saves, metric) for metric in rules.metrics}
+    values = {metric: values_of(saves, metric) for metric, _ in rules.metrics}
     alone: dict[str, frozenset[tuple[str, Shape]]] = {}
     problems = {save.name: found for save in saves if (found := _problem(save, deep=False, pace=pace, alone=alone))}
     for name in _whole_beside_others(alone):
@@ -217,7 +217,7 @@ def _prune_saves(
     fates = tuple(
         SaveFate(
             save, nbytes[save.name], tuple(why.get(save.name, ())), problems.get(save.name, ""),
-            {metric.name: values[metric][save.name] for metric in rules.metrics if save.name in values[metric]},
+            {metric: known[save.name] for metric, known in values.items() if save.name in known},
         )
         for save in saves
     )  # fmt: skip
