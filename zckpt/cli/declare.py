@@ -158,14 +158,8 @@ def build_command(name: str) -> Any:
     return typer.main.get_command(app)
 
 
-@dataclasses.dataclass
-class _Option:
-    """An option: the class that declares it, its field, and its declaration for typer."""
-
-    holder: type
-    field: dataclasses.Field[Any]
-    parameter: inspect.Parameter
-    read: Callable[[Any], object]
+_Option = tuple[type, inspect.Parameter, Callable[[Any], object]]
+"""An option: the class with the field of its name, its declaration for typer, and what makes the field's value of typer's."""
 
 
 def expand_groups(
@@ -182,7 +176,7 @@ def expand_groups(
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name in made:
-            parameters += [one.parameter for one in made[name][1]]
+            parameters += [own for _, own, _ in made[name][1]]
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=parameter.KEYWORD_ONLY))
 
@@ -212,9 +206,9 @@ def _fields_of(options: list[_Option], values: Mapping[str, object]) -> dict[str
     """The fields that these options give, by the values on the command line."""
     found: dict[str, Any] = {}
     parts: dict[type, dict[str, Any]] = {}
-    for one in options:
-        value = one.read(values[one.field.name])
-        (parts.setdefault(one.holder, {}) if hasattr(one.holder, "as_fields") else found)[one.field.name] = value
+    for holder, parameter, read in options:
+        own = parts.setdefault(holder, {}) if hasattr(holder, "as_fields") else found
+        own[parameter.name] = read(values[parameter.name])
     for kind, its in parts.items():
         found |= kind(**its).as_fields()
     return found
@@ -284,7 +278,7 @@ def _option_of(holder: type, field: dataclasses.Field[Any], job: Job[Any] | None
     annotation = annotated[kind, typer.Option(*said["flag"].split(), **told)]
     empty = inspect.Parameter.empty if default is dataclasses.MISSING else default
     parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=empty)
-    return _Option(holder, field, parameter, read)
+    return holder, parameter, read
 
 
 def _choice(of: Any, default: Any) -> tuple[Any, dict[str, Any], Callable[[Any], object], Any]:
