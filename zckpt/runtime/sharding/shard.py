@@ -54,15 +54,22 @@ _TAG = 0x7A63
 
 class Collective:
     """What `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` take. `function`: of output, input, group, and the
-    operation of a reduction.
+    operation of a reduction; `in_place`: output and input are the same buffer.
     """
 
-    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor, Any, Any], None]) -> None:
-        self._function = function
+    def __init__(
+        self, function: Callable[[torch.Tensor, torch.Tensor, Any, Any], object], *, in_place: bool = False
+    ) -> None:
+        self._function, self._in_place = function, in_place
+        self._last: torch.Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for one of the two ends."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        """A buffer for one of the two ends; in place, the next call returns the same one for the other end."""
+        buffer, self._last = self._last, None
+        if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
+            buffer = torch.empty(*size, dtype=dtype, device=device)
+            self._last = buffer if self._in_place else None
+        return buffer
 
     def __call__(
         self,
@@ -100,30 +107,11 @@ def exchange_and_add(output: torch.Tensor, whole: torch.Tensor, group: Any, op: 
         output /= group.size()
 
 
-class InPlace:
-    """Gathers and reduces on a rank that shares its parameters with no other: input and output are the same buffer."""
-
-    _last: torch.Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for one end; the next call returns the same one for the other end."""
-        buffer, self._last = self._last, None
-        if buffer is None or buffer.shape != torch.Size(size) or buffer.dtype != dtype:
-            buffer = self._last = torch.empty(*size, dtype=dtype, device=device)
-        return buffer
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        """Copies the only part, if it is not there already."""
-        output_tensor.copy_(input_tensor)
-
-
 def use_on_gloo(model: nn.Module, group: Any) -> None:
     """Makes every unit of a model on CPUs gather and reduce in this way."""
     assert isinstance(model, FSDPModule)
-    if group.size() == 1:
-        communicate(model, None, InPlace)
+    if group.size() == 1:  # the only part is there already
+        communicate(model, None, partial(Collective, lambda output, part, *_: output.copy_(part), in_place=True))
     else:
         communicate(model, partial(Collective, send_to_all), partial(Collective, exchange_and_add))
 
