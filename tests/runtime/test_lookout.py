@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zckpt.cli.train import ProgressLines, duration
+from zckpt.cli.train import duration, progress_lines
 from zckpt.runtime.observe.lookout import EQUAL_S, LATE_S, SILENT_S, Doing, Lookout
 from zckpt.runtime.train.metrics import Step
 from zckpt.runtime.world import World
@@ -79,10 +79,10 @@ def test_ranks_that_do_the_same_for_long_are_shown(monkeypatch: pytest.MonkeyPat
 def test_lines_of_a_run() -> None:
     lines: list[str] = []
     now = [0.0]
-    shown = ProgressLines(1000, 100, lines.append, lambda: now[0])
+    shown = progress_lines(1000, 100, lines.append, lambda: now[0])
     for number in range(1, 1001):
         evaluated = {"eval_loss": 2.0, "perplexity": 7.389} if number == 250 else {}
-        shown.add(Step(number, 3.0, 1e-3, 1.0, 0.5, False, 1000.0 if number % 2 else 3000.0, 10**9, 0.0, **evaluated))
+        shown(Step(number, 3.0, 1e-3, 1.0, 0.5, False, 1000.0 if number % 2 else 3000.0, 10**9, 0.0, **evaluated))
         now[0] += 2.0
     assert len(lines) == 12
     assert lines[0] == "step     1/1,000  loss 3.0000  lr 0.001  norm 0.5  1,000 tokens/s  1 GB"

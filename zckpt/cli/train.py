@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from zckpt.runtime.train.train import Outcome
 
 
-class ProgressLines:
-    """Prints a line for the first and the last step, every so many steps, and after each evaluation.
+def progress_lines(
+    total: int, every: int, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+) -> Callable[[Step], None]:
+    """What takes each step, and prints a line for the first and the last one, every so many steps, and after each evaluation.
 
     Args:
         total: steps of the run.
@@ -44,37 +46,33 @@ class ProgressLines:
         write: prints a line.
         clock: seconds that pass, as `time.monotonic`.
     """
+    first: tuple[int, float] | None = None
+    spent: list[float] = []  # seconds for each token, since the last line
 
-    def __init__(
-        self, total: int, every: int, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._total, self._every, self._write, self._clock = total, every, write, clock
-        self._first: tuple[int, float] | None = None
-        self._tokens: list[float] = []
+    def add(step: Step) -> None:
+        nonlocal first
+        begins, now = first is None, clock()
+        first = number, began = first or (step.step, now)
+        spent.append(1 / step.tokens_per_s)
+        if begins or step.step % every == 0 or step.step == total or step.eval_loss is not None:
+            left_s = None if begins else (now - began) / (step.step - number) * (total - step.step)
+            write(_line(step, total, len(spent) / sum(spent), left_s))
+            spent.clear()
 
-    def add(self, step: Step) -> None:
-        """Takes a step, and prints a line if it is time for one."""
-        now = self._clock()
-        first, began = self._first or (step.step, now)
-        begins = self._first is None
-        self._first = first, began
-        self._tokens.append(1 / step.tokens_per_s)
-        if begins or step.step % self._every == 0 or step.step == self._total or step.eval_loss is not None:
-            left_s = None if begins else (now - began) / (step.step - first) * (self._total - step.step)
-            self._write(self._line(step, left_s))
-            self._tokens.clear()
+    return add
 
-    def _line(self, step: Step, left_s: float | None) -> str:
-        width = len(f"{self._total:,}")
-        facts = [f"step {step.step:>{width},}/{self._total:,}", f"loss {step.loss:.4f}", f"lr {step.lr:.3g}"]
-        facts += [f"norm {step.grad_norm:.3g}"] if step.grad_norm is not None else []
-        facts += [f"scale {step.scale:g}"] if step.scale != 1 else []
-        facts += ["skipped"] if step.skipped else []
-        facts += [f"{len(self._tokens) / sum(self._tokens):,.0f} tokens/s", size(step.memory_bytes)]
-        if step.eval_loss is not None and step.perplexity is not None:
-            facts += [f"eval loss {step.eval_loss:.4f}", f"perplexity {step.perplexity:,.2f}"]
-        facts += [f"{duration(left_s)} left"] if left_s is not None and step.step < self._total else []
-        return "  ".join(facts)
+
+def _line(step: Step, total: int, tokens_per_s: float, left_s: float | None) -> str:
+    width = len(f"{total:,}")
+    facts = [f"step {step.step:>{width},}/{total:,}", f"loss {step.loss:.4f}", f"lr {step.lr:.3g}"]
+    facts += [f"norm {step.grad_norm:.3g}"] if step.grad_norm is not None else []
+    facts += [f"scale {step.scale:g}"] if step.scale != 1 else []
+    facts += ["skipped"] if step.skipped else []
+    facts += [f"{tokens_per_s:,.0f} tokens/s", size(step.memory_bytes)]
+    if step.eval_loss is not None and step.perplexity is not None:
+        facts += [f"eval loss {step.eval_loss:.4f}", f"perplexity {step.perplexity:,.2f}"]
+    facts += [f"{duration(left_s)} left"] if left_s is not None and step.step < total else []
+    return "  ".join(facts)
 
 
 def duration(seconds: float) -> str:
@@ -153,16 +151,16 @@ def train(
     first = os.environ.get("RANK", "0") == "0"
     sink = Console(as_json=shown.as_json, quiet=shown.quiet or not first)
     with sink.steps(options.steps) as show, redirect_stdout(sys.stderr):  # stdout is for the result
-        lines = ProgressLines(options.steps, options.log_every, sink.line)
-        outcome = run.train(job, lambda step: _report(step, show, lines), lambda sentence: sink.line(sentence))
+        line = progress_lines(options.steps, options.log_every, sink.line)
+        outcome = run.train(job, lambda step: _report(step, show, line), lambda sentence: sink.line(sentence))
     if first:
         sink.notes(outcome.notes)
         sink.result(lambda: asdict(outcome), lambda: _lines(outcome, options.out), done="The run has ended well.")
 
 
-def _report(step: Step, show: Callable[[int, dict[str, str]], None], lines: ProgressLines) -> None:
+def _report(step: Step, show: Callable[[int, dict[str, str]], None], line: Callable[[Step], None]) -> None:
     show(step.step, _facts(step))
-    lines.add(step)
+    line(step)
 
 
 def _facts(step: Step) -> dict[str, str]:
