@@ -23,7 +23,7 @@ from torch import nn
 
 from zckpt import runtime
 from zckpt.base.errors import OutputError
-from zckpt.runtime.saves import saving
+from zckpt.runtime.saves.rounds import Rounds
 
 WAYS = ("well", "exception", "destroyed", "failed", "failed and exception")
 WORLD = 2
@@ -37,7 +37,7 @@ def save_and_end(home: Path, how: str, rank: int, port: int) -> None:
         "checkpoint": {"async_save": True},
     }  # fmt: skip
     engine = runtime.initialize(model=nn.Linear(30, 30), config=config)[0]
-    write = saving.write
+    write = Rounds.carry_out
 
     def slowly(prepared: Any, directory: str) -> None:
         time.sleep(0.3 * (1 + rank))
@@ -45,7 +45,7 @@ def save_and_end(home: Path, how: str, rank: int, port: int) -> None:
         if rank and "failed" in how:
             raise OutputError("a disk that broke", file="x")
 
-    saving.write = slowly
+    Rounds.carry_out = slowly
     engine.save_checkpoint(home / how)
     if how == "destroyed":
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from harness import check, main, rank
 
 from zckpt import hub
 from zckpt.base.errors import ZckptError
-from zckpt.runtime.saves import saving
+from zckpt.runtime.saves.rounds import Rounds
 
 
 @check(2)
@@ -43,7 +43,7 @@ def pushed_while_saving() -> dict[str, Any]:
     engine = start(config(2, checkpoint={"async_save": True}, **BF16))
     train(engine, 1)
     given = {"token": os.environ["HUB_TOKEN"], "endpoint": os.environ["HUB_URL"], "scratch": str(home / "scratch")}
-    write, push, mark = saving.write, hub.push_to_hub, home / "pushing"
+    write, push, mark = Rounds.carry_out, hub.push_to_hub, home / "pushing"
 
     def in_the_midst(*arguments: Any) -> None:
         while not mark.exists():
@@ -55,12 +55,12 @@ def pushed_while_saving() -> dict[str, Any]:
         time.sleep(1.0)
         return push(*arguments, **named)
 
-    saving.write, hub.push_to_hub = in_the_midst, slowly
+    Rounds.carry_out, hub.push_to_hub = in_the_midst, slowly
     engine.save_checkpoint(home / "run")
     report = engine.push_to_hub("alice/while", **given)
     engine.wait_for_checkpoint()
     hub.push_to_hub = push
-    saving.write = write
+    Rounds.carry_out = write
     dist.barrier()
     return {
         "report": None if report is None else report.url,
