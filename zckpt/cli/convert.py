@@ -242,8 +242,8 @@ def average(
 ) -> None:
     """Writes one model out of several checkpoints."""
     planned = AVERAGE.prepare(ckpts, out, asked)
-    words = words_of(planned, planned.dtype)
-    what = f"{words.what}, of {count(len(planned.checkpoints), 'checkpoint')}"
+    words = words_of(planned, SHORT_NAMES[planned.order.dtype or F32])
+    what = f"{words.what}, of {count(len(planned.made_from), 'checkpoint')}"
     finish(planned, replace(words, what=what), shown, dry_run=dry_run)
 
 

@@ -9,6 +9,7 @@ Source: python-zstandard 0.25 (`compressobj(size)`), Python 3.14 (`compression.z
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 from zckpt.base.errors import COPY_AGAIN, CorruptError, UnsupportedError
@@ -59,8 +60,8 @@ class Decompressor:
 
     def __init__(self, read: Callable[[int, int], bytes], file: str, what: str, remedy: str = COPY_AGAIN) -> None:
         self._file, self._what, self._remedy = file, what, remedy
-        source = _Source(read)
-        self._read_some: Callable[[int], bytes] = _native_reader(source) or _packaged_reader(source)
+        read_next = _in_order(read)
+        self._read_some: Callable[[int], bytes] = _native_reader(read_next) or _packaged_reader(read_next)
 
     def take(self, nbytes: int) -> bytes:
         """Exactly the next `nbytes` bytes. Raises CorruptError if the frame is damaged or ends before."""
@@ -115,16 +116,17 @@ def frame_bytes(header: bytes) -> int | None:
     return value + (256 if width == 2 else 0) if width else None
 
 
-class _Source:
-    """The bytes of a frame as a file."""
+def _in_order(read: Callable[[int, int], bytes]) -> Callable[[int], bytes]:
+    """What gives the next bytes of a frame, by what gives those at an offset."""
+    at = 0
 
-    def __init__(self, read: Callable[[int, int], bytes]) -> None:
-        self._read, self._at = read, 0
-
-    def read(self, nbytes: int) -> bytes:
-        data = self._read(nbytes, self._at)
-        self._at += len(data)
+    def read_next(nbytes: int) -> bytes:
+        nonlocal at
+        data = read(nbytes, at)
+        at += len(data)
         return data
+
+    return read_next
 
 
 def _missing() -> UnsupportedError:
@@ -152,7 +154,7 @@ def _packaged_compressor(nbytes: int) -> Any:
     return zstandard.ZstdCompressor(level=LEVEL).compressobj(size=nbytes)
 
 
-def _native_reader(source: _Source) -> Callable[[int], bytes] | None:
+def _native_reader(read_next: Callable[[int], bytes]) -> Callable[[int], bytes] | None:
     """What reads a frame by Python's own package: gives at most so many bytes, none at its end; None without the package."""
     try:
         from compression import zstd
@@ -162,7 +164,7 @@ def _native_reader(source: _Source) -> Callable[[int], bytes] | None:
 
     def read(nbytes: int) -> bytes:
         while not stream.eof:
-            data = source.read(_READ_BYTES) if stream.needs_input else b""
+            data = read_next(_READ_BYTES) if stream.needs_input else b""
             if stream.needs_input and not data:
                 break
             made: bytes = stream.decompress(data, nbytes)
@@ -173,10 +175,11 @@ def _native_reader(source: _Source) -> Callable[[int], bytes] | None:
     return read
 
 
-def _packaged_reader(source: _Source) -> Callable[[int], bytes]:
+def _packaged_reader(read_next: Callable[[int], bytes]) -> Callable[[int], bytes]:
     """As `_native_reader`, by the package `zstandard`. Raises UnsupportedError without it."""
     try:
         import zstandard
     except ImportError as error:
         raise _missing() from error
-    return zstandard.ZstdDecompressor().stream_reader(cast(Any, source), read_size=_READ_BYTES).read
+    source = cast(Any, SimpleNamespace(read=read_next))
+    return zstandard.ZstdDecompressor().stream_reader(source, read_size=_READ_BYTES).read

@@ -26,7 +26,7 @@ from zckpt.engine.elements import ElementReader, elements
 from zckpt.engine.independent import differences
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.layouts.save.companions import read_config
-from zckpt.naming.adapter_names import Found, adapters_in, found_in, is_adapter_file
+from zckpt.naming.adapter_names import adapters_in, found_in, is_adapter_file
 from zckpt.naming.adapter_weights import AdapterWeights
 from zckpt.naming.facts import facts_of
 from zckpt.naming.foreign_adapters import META, config_of_meta, in_peft_form, is_foreign
@@ -102,7 +102,7 @@ def read_adapter_config(path: str) -> Mapping[str, object]:
 
 
 def made_config(
-    opened: Opened, adapter: str, selected: Mapping[str, TensorEntry], found: Mapping[str, Found]
+    opened: Opened, adapter: str, selected: Mapping[str, TensorEntry], found: Mapping[str, tuple[str, str]]
 ) -> tuple[str, str] | None:
     """A sentence and a config, from what verl or Bridge keeps of a LoRA; None for nothing. Errors as in `config_of_meta`."""
     path = opened.place.listing.directory / META
@@ -115,7 +115,7 @@ def made_config(
         meta, name, file = read_json(path.path, 1 << 20, f"a {META}"), META, path.path
     else:
         return None
-    whole = [name for name, it in found.items() if it.adapter == adapter and ".modules_to_save." in name]
+    whole = [name for name, (whose, _) in found.items() if whose == adapter and ".modules_to_save." in name]
     made = config_of_meta(meta, file, selected, whole, opened.catalog)
     note = f"{CONFIG} is made from {name!r} and the tensors: it names no base model, and no lora_dropout."
     return note, json.dumps(made, indent=2) + "\n"
@@ -237,7 +237,8 @@ def _trained_files(home: Location, adapter: Mapping[str, TensorEntry]) -> tuple[
         if name == _OF_TRL and not all(own.startswith("v_head.") for own in catalog):
             others.append(name)
             continue
-        saved = {own: it.saved if (it := found_in(own)) else own for own in catalog if ".lora_" in own or found_in(own)}
+        places = {own: found_in(own) for own in catalog}
+        saved = {own: place[1] if place else own for own, place in places.items() if ".lora_" in own or place}
         if more := [own for own, its in saved.items() if its not in adapter]:
             raise UnsupportedError(
                 "holds an adapter beside the adapter", file=home / name, found=examples(more),

@@ -17,12 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UsageError
 from zckpt.base.progress import Progress
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, TensorEntry, replace_name, usual_dtype
-from zckpt.core.dtypes import CAST_TARGETS, F32, SHORT_NAMES, DType, is_lossless
+from zckpt.core.dtypes import CAST_TARGETS, F32, DType, is_lossless
 from zckpt.core.evidence import weakest
 from zckpt.core.folds import Sparsity
 from zckpt.core.recipes import Recipe, derive_entry, mean_of, moving_average_of, point_between, weighted_sum_of
@@ -33,7 +32,7 @@ from zckpt.jobs.casting import to_dtype
 from zckpt.jobs.convert import PlannedConversion
 from zckpt.jobs.convert import prepare as prepare_conversion
 from zckpt.jobs.declarations import AVERAGE, Asked
-from zckpt.jobs.open import Opened, open_asked, strip_wrappers
+from zckpt.jobs.open import open_asked, strip_wrappers
 from zckpt.jobs.options import Options
 from zckpt.jobs.own_groups import Average, SparseMethod
 from zckpt.jobs.planned import Report, carry_out, protected_places
@@ -44,25 +43,6 @@ from zckpt.storage.location import locate
 
 if TYPE_CHECKING:
     from zckpt.jobs.mergekit import Mergekit
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedAverage(PlannedConversion):
-    """An average that is planned but not begun; further attributes as in `PlannedConversion`. `checkpoints`: in the order
-    in which they count; a base comes first.
-    """
-
-    checkpoints: tuple[Opened, ...]
-
-    @property
-    def made_from(self) -> tuple[Opened, ...]:
-        """As `Planned.made_from`: all checkpoints."""
-        return self.checkpoints
-
-    @property
-    def dtype(self) -> str:
-        """The short name of the output's dtype."""
-        return SHORT_NAMES[self.order.dtype or F32]
 
 
 def average(
@@ -123,8 +103,10 @@ def average(
 
 def prepare(
     checkpoints: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], asked: Asked[Average]
-) -> PlannedAverage:
-    """Plans an average; arguments as for `average`. Writes nothing."""
+) -> PlannedConversion:
+    """Plans an average, made from checkpoints in the order in which they count, a base first; arguments as for `average`.
+    Writes nothing.
+    """
     said = _yaml_of(checkpoints, asked.own)
     named = (
         [_split_tag(os.fspath(path)) for path in checkpoints] if said is None else [(path, None) for path in said.paths]
@@ -179,7 +161,7 @@ def prepare(
         *_note_narrowed(last, how.casting.dtype if wanted is None else None),
     )
     sources = tuple(one.catalog for one in opened)
-    return PlannedAverage(computed, order, tuple(dict.fromkeys(notes)), how, tuple(opened), sources=sources)
+    return PlannedConversion(computed, order, tuple(dict.fromkeys(notes)), how, sources=sources, inputs=tuple(opened))
 
 
 def _is_tied(name: str, kept: str, catalog: Catalog) -> bool:

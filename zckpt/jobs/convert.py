@@ -41,17 +41,17 @@ class PlannedConversion(Planned):
     Attributes:
         asked: what was asked for.
         sources: what the written tensors are computed from, where they are not copies.
-        beside: what the output is made from beside the checkpoint: a base model, adapters.
+        inputs: what the output is made from, where that is not the checkpoint alone: a base model, adapters, other checkpoints.
     """
 
     asked: Asked[object]
     sources: tuple[Catalog, ...] = field(default=(), kw_only=True)
-    beside: tuple[Opened, ...] = field(default=(), kw_only=True)
+    inputs: tuple[Opened, ...] = field(default=(), kw_only=True)
 
     @property
     def made_from(self) -> tuple[Opened, ...]:
         """As `Planned.made_from`."""
-        return (self.opened, *self.beside)
+        return self.inputs or (self.opened,)
 
     def check(self) -> tuple[str, ...]:
         """As `Planned.check`; with `allow_unknown_layout`, a contradiction is a sentence and not an error."""
@@ -174,7 +174,7 @@ def prepare(
     ), single=single)  # fmt: skip
     return PlannedConversion(
         model.opened, order, (*model.notes, *notes), asked,
-        sources=model.sources, beside=model.made_from, trained=model.trained,
+        sources=model.sources, inputs=(model.opened, *model.made_from), trained=model.trained,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from zckpt.jobs.groups import Combination, LoraMerge
 from zckpt.jobs.open import Opened, open_catalog, strip_wrappers
 from zckpt.jobs.opened import WorkingModel, with_form
 from zckpt.layouts.save.companions import companions, read_config
-from zckpt.naming.adapter_names import Found, adapters_in, found_in, is_adapter_file, only_adapter
+from zckpt.naming.adapter_names import adapters_in, found_in, is_adapter_file, only_adapter
 from zckpt.naming.adapter_weights import AdapterWeights, bare
 from zckpt.naming.hub_form import in_form
 from zckpt.naming.merge import base_of, merge_adapters
@@ -99,7 +99,7 @@ def merge(model: WorkingModel, lora: LoraMerge) -> WorkingModel:
         n: unused[id(entry.fragments)] for n, entry in catalog.tensors.items() if id(entry.fragments) in unused
     }
     mine = {one.name for one in adapters if one.file == opened.place.listing.directory.path}
-    given_up |= {n: "adapter" for n in catalog if (it := found_in(n)) and it.adapter not in mine}
+    given_up |= {n: "adapter" for n in catalog if (it := found_in(n)) and it[0] not in mine}
     given_up |= {name: "class" for name, its in beneath.items() if its in found.dropped}
     notes += found.notes
     recorded: list[object] = []
@@ -132,7 +132,7 @@ def merge(model: WorkingModel, lora: LoraMerge) -> WorkingModel:
         notes.append(
             f"{count(len(trained), 'tensor')} trained beside the adapters: written too, such as {examples(trained, 1)}."
         )
-    if unmerged := sorted({it.adapter for it in adapters_in(catalog).values()} - {one.name for one in adapters}):
+    if unmerged := sorted({whose for whose, _ in adapters_in(catalog).values()} - {one.name for one in adapters}):
         notes.append(f"{examples(unmerged)}: in the checkpoint, and not merged, since --adapter does not name it.")
     facts: dict[str, object] = {
         "adapters": recorded,
@@ -322,7 +322,7 @@ def _adapters(
 ) -> tuple[list[AdapterWeights], list[Opened]]:
     """The adapters to merge, in order, and the checkpoints of those in directories of their own."""
     found = adapters_in(catalog)
-    names = sorted({it.adapter for it in found.values()})
+    names = sorted({whose for whose, _ in found.values()})
     if not lora.adapters:
         if not names and is_adapter_file(catalog):
             return [_of_directory(opened, catalog, 1.0)], [opened]
@@ -345,7 +345,7 @@ def _adapters(
         own, _ = strip_wrappers(other.catalog)
         there = adapters_in(own)
         if there:
-            name = choose_adapter(None, sorted({it.adapter for it in there.values()}), own)
+            name = choose_adapter(None, sorted({whose for whose, _ in there.values()}), own)
             adapters.append(
                 replace(_of_checkpoint(other, own, there, name, weight, with_base=False), name=other.place.home.name)
             )
@@ -380,10 +380,10 @@ def _opened_adapter(path: str, names: Sequence[str]) -> Opened:
 
 
 def _of_checkpoint(
-    opened: Opened, catalog: Catalog, found: Mapping[str, Found], name: str, weight: float, *, with_base: bool
+    opened: Opened, catalog: Catalog, found: Mapping[str, tuple[str, str]], name: str, weight: float, *, with_base: bool
 ) -> AdapterWeights:
     """An adapter in a checkpoint of a PEFT model. Raises IncompleteError if there is no config of it."""
-    names = {it.adapter for it in found.values()}
+    names = {whose for whose, _ in found.values()}
     path = config_path(opened, name, alone=len(names) == 1)
     where = opened.place.listing.directory.path
     if path is not None:

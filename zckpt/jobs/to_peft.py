@@ -38,7 +38,7 @@ from zckpt.jobs.own_groups import Adapter
 from zckpt.jobs.planned import Report, execute, find_left_out, protected_places
 from zckpt.layouts.plain.write import LaidOutFiles, WeightsTarget, lay_out
 from zckpt.layouts.save.companions import is_own, note_of_links
-from zckpt.naming.adapter_names import Found, adapters_in, is_adapter_file, only_adapter
+from zckpt.naming.adapter_names import adapters_in, is_adapter_file, only_adapter
 from zckpt.output.checks import check_path
 from zckpt.storage.location import locate
 
@@ -128,7 +128,7 @@ def prepare(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str], ask
     check_path(place, single=False, overwrite=asked.publishing.overwrite, protected=shielded)
     catalog, stripped = strip_wrappers(opened.catalog)
     found = adapters_in(catalog)
-    names = ["default"] if is_adapter_file(catalog) else sorted({it.adapter for it in found.values()})
+    names = ["default"] if is_adapter_file(catalog) else sorted({whose for whose, _ in found.values()})
     adapter = choose_adapter(asked.own.adapter, names, catalog)
     said = config_path(opened, adapter, alone=len(names) == 1)
     copies, left_out = opened.companions()
@@ -182,11 +182,11 @@ def _with_config(destination: LaidOutFiles, text: bytes) -> LaidOutFiles:
     return LaidOutFiles((*destination.files, literal_file(CONFIG, text)), destination.entries)
 
 
-def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str, object], path: str) -> None:
+def _check_method(adapter: str, found: Mapping[str, tuple[str, str]], config: Mapping[str, object], path: str) -> None:
     """Refuses methods with files that are computed from the model's tensors. Raises UnsupportedError if this is one."""
     method = config.get("peft_type")
     ranks = config.get("rank_pattern") if method == "ADALORA" else None
-    encoder = [name for name, it in found.items() if it.adapter == adapter and not it.saved]
+    encoder = [name for name, (whose, saved) in found.items() if whose == adapter and not saved]
     if (method is not None and method not in _TYPES) or ranks or encoder:
         raise UnsupportedError(
             f"the file of adapter {adapter!r} is computed, not copied, by PEFT", file=path,
@@ -196,7 +196,7 @@ def _check_method(adapter: str, found: Mapping[str, Found], config: Mapping[str,
         )  # fmt: skip
 
 
-def _loose(catalog: Catalog, found: Mapping[str, Found], others: Sequence[str]) -> Iterator[str]:
+def _loose(catalog: Catalog, found: Mapping[str, tuple[str, str]], others: Sequence[str]) -> Iterator[str]:
     """A sentence on trained parameters that belong to no adapter."""
     if not catalog.source.zero_stage:
         return

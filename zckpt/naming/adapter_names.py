@@ -17,7 +17,6 @@ import re
 from dataclasses import replace
 from itertools import chain
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.patterns import compile_late
 from zckpt.core.catalog import Catalog, replace_name
 
@@ -29,29 +28,21 @@ _PROMPT = compile_late(r"(?:.*\.)?prompt_encoder\.(?P<adapter>[^.]+)\.(?P<rest>.
 _BASE = "base_model.model."
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One tensor of an adapter."""
-
-    adapter: str
-    saved: str
-
-
-def found_in(name: str) -> Found | None:
-    """The adapter's tensor with this name in the model; None if the name is not one of an adapter's; see [Note: an
-    adapter's names].
+def found_in(name: str) -> tuple[str, str] | None:
+    """The adapter of a tensor with this name in the model, and the name under which PEFT saves it, empty if it does not; None
+    if the name is not one of an adapter's; see [Note: an adapter's names].
     """
     if match := _PROMPT.fullmatch(name):
-        return Found(match["adapter"], "prompt_embeddings" if match["rest"] == "embedding.weight" else "")
+        return match["adapter"], "prompt_embeddings" if match["rest"] == "embedding.weight" else ""
     if match := _WHOLE.fullmatch(name):
-        return Found(match["adapter"], _add_root(match["module"] + match["rest"]))
+        return match["adapter"], _add_root(match["module"] + match["rest"])
     match = _TUNED.fullmatch(name)
     if match is None or (match["rest"] is None and match["adapter"] in ("weight", "bias")):
         return None
     if match["module"].endswith("trainable_tokens_original"):
         return None
     bare = match["module"].endswith("lora_magnitude_vector")
-    return Found(match["adapter"], _add_root(match["module"] + ("" if bare else match["rest"] or "")))
+    return match["adapter"], _add_root(match["module"] + ("" if bare else match["rest"] or ""))
 
 
 def _add_root(name: str) -> str:
@@ -60,9 +51,9 @@ def _add_root(name: str) -> str:
     return name[at:] if at >= 0 else _BASE + name
 
 
-def adapters_in(catalog: Catalog) -> dict[str, Found]:
-    """Name -> the adapter's tensor, for all tensors of adapters."""
-    return {name: it for name in chain(catalog, catalog.aliases) if (it := found_in(name))}
+def adapters_in(catalog: Catalog) -> dict[str, tuple[str, str]]:
+    """Name -> adapter and saved name, as `found_in` has them, for all tensors of adapters."""
+    return {name: own for name in chain(catalog, catalog.aliases) if (own := found_in(name))}
 
 
 _OF_FILES = (
@@ -114,10 +105,10 @@ def only_adapter(catalog: Catalog, adapter: str, bias: str = "none") -> tuple[Ca
         return catalog, ()
     found = adapters_in(catalog)
     chosen = {
-        name: it.saved
-        for name, it in found.items()
-        if it.adapter == adapter
-        and not (name in catalog.aliases and it.saved.endswith(".token_adapter.trainable_tokens_delta"))
+        name: saved
+        for name, (whose, saved) in found.items()
+        if whose == adapter
+        and not (name in catalog.aliases and saved.endswith(".token_adapter.trainable_tokens_delta"))
     }
     chosen.update({name: _add_root(name) for name in catalog if name not in found and _is_trained_bias(name, bias)})
     tensors = {saved: replace_name(catalog[name], saved) for name, saved in chosen.items()}

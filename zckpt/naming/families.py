@@ -31,7 +31,7 @@ from zckpt.base.errors import IncompleteError, InconsistentError, UnsupportedErr
 from zckpt.base.words import examples, join_words
 from zckpt.core.catalog import Catalog
 from zckpt.naming.facts import SHAPES, Facts, flat_config
-from zckpt.naming.parts import parse_part_name
+from zckpt.naming.parts import template_of
 from zckpt.naming.rotary import argument_of, rope_conflicts, rope_scaling_of
 from zckpt.naming.schemes import Scheme, families, family_of, scheme
 from zckpt.storage.json_files import read_table
@@ -201,7 +201,7 @@ def _from_facts(family: Scheme, parts: Catalog, facts: Facts) -> dict[str, objec
     """
     found: dict[str, object] = {}
     missing: list[str] = []
-    there = {parse_part_name(name).part for name in parts.tensors}
+    there = {template_of(name) for name in parts.tensors}
     for key, said in family.config["facts"].items():
         name, default = said if isinstance(said, list) else (said, None)
         if "." in name:
@@ -284,7 +284,7 @@ def by_parts(parts: Catalog, facts: Facts, origins: Mapping[str, str] | None = N
     """The family that a model's parts and the arguments of its run fit, and a note with the evidence; `origins`: name of a
     part -> the tensor that it is from, for the error. Raises UnsupportedError if they fit none; says what comes near.
     """
-    there = {parse_part_name(name).part: name for name in parts.tensors}
+    there = {template_of(name): name for name in parts.tensors}
     every = [scheme(f"hf-{name}") for name in families()]
     alike = [each for each in every if not any(_unlike(each, there, facts))]
     fitting = [each for each in alike if not refusals(each, facts) and _is_meant(each, facts)]

@@ -18,7 +18,7 @@ from zckpt.layouts.save.tied import LANGUAGE_HEADS
 from zckpt.naming.decompose import decompose_with_origins
 from zckpt.naming.facts import Facts, facts_of, flat_config, with_parts
 from zckpt.naming.families import architecture_of, by_config
-from zckpt.naming.parts import OF_EXPERTS, fill_template, is_in_block, parse_part_name
+from zckpt.naming.parts import OF_EXPERTS, fill_template, is_in_block, template_of
 from zckpt.naming.schemes import Fit, Scheme, scheme
 
 Shape = tuple[int, ...]
@@ -221,9 +221,9 @@ def _find_shapes(
     found: dict[str, tuple[Shape, Shape]] = {}
     kinds: dict[str, Counter[Shape]] = {}
     for name, entry in parts.tensors.items():
-        kinds.setdefault(parse_part_name(name).part, Counter())[entry.shape] += 1
+        kinds.setdefault(template_of(name), Counter())[entry.shape] += 1
     for name, entry in parts.tensors.items():
-        part = parse_part_name(name).part
+        part = template_of(name)
         usual, _ = kinds[part].most_common(1)[0]
         said = _SHAPES.get(part, ())
         if part in vary:

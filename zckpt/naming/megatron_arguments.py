@@ -28,7 +28,7 @@ from zckpt.core.catalog import Catalog
 from zckpt.naming.config_keys import ROTARY, WINDOW, Keys, check_keys, fields_of, whole_config
 from zckpt.naming.facts import Facts
 from zckpt.naming.families import model_types
-from zckpt.naming.parts import parse_part_name
+from zckpt.naming.parts import parse_part_name, template_of
 from zckpt.naming.rotary import rotary_arguments, rotary_of, unsaid_rotary
 from zckpt.naming.schemes import families, family_of, scheme
 from zckpt.storage.json_files import read_table
@@ -106,7 +106,7 @@ def megatron_arguments(facts: Facts, parts: Catalog, config: Mapping[str, object
     family, kind = family_of(config.get("model_type")), str(config["model_type"])
     own, turned = ((family.megatron or {}), family.rotary) if family is not None else ({}, {})
     check_keys(config, known_keys(), _WRITER, facts.path, _REMEDY)
-    there = {parse_part_name(name).part for name in parts.tensors}
+    there = {template_of(name) for name in parts.tensors}
     learned, latent = "positions.weight" in there, "blocks.{b}.attention.key_value_down.weight" in there
     rotary = "@rotary" in own.get("keys", ())
     query, key = facts.whole("query_heads"), facts.whole("key_heads")
@@ -288,12 +288,7 @@ def _experts(
     facts: Facts, parts: Catalog, config: Mapping[str, object], there: set[str], own: Mapping[str, Any]
 ) -> dict[str, object]:
     """The arguments of experts and their router."""
-    routed = {
-        block
-        for name in parts.tensors
-        for part, block, _ in (parse_part_name(name),)
-        if part == "blocks.{b}.router.weight"
-    }
+    routed = {block for part, block, _ in map(parse_part_name, parts.tensors) if part == "blocks.{b}.router.weight"}
     blocks = facts.whole("blocks") or 0
     sigmoid, grouped = "sigmoid" in own, _has_groups(own, config)
     correction = "blocks.{b}.router.correction" in there

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from zckpt.storage.json_files import read_table
 
@@ -40,7 +39,7 @@ def is_part(template: str) -> bool:
 
 def is_own(name: str) -> bool:
     """Whether the part of this name is one that one family alone has."""
-    return parse_part_name(name).part.startswith(_OWN)
+    return template_of(name).startswith(_OWN)
 
 
 def own_part(name: str) -> str:
@@ -58,29 +57,20 @@ def is_in_block(part: str, *, routed: bool) -> bool:
     return not routed if part.startswith("blocks.{b}.mlp.") else routed or not part.startswith(OF_EXPERTS)
 
 
-class Numbered(NamedTuple):
-    """A part's name, taken apart.
-
-    Attributes:
-        part: with `{b}` and `{e}`, one of `ALL` if it is a part.
-        block: its block; -1 outside of blocks.
-        expert: its expert; -1 if it is not of one expert.
-    """
-
-    part: str
-    block: int
-    expert: int
+def template_of(name: str) -> str:
+    """The template of a part's name, with `{b}` and `{e}` for its numbers: one of `ALL` if it is a part."""
+    return parse_part_name(name)[0]
 
 
-def parse_part_name(name: str) -> Numbered:
-    """A part's name as its template and its numbers."""
+def parse_part_name(name: str) -> tuple[str, int, int]:
+    """A part's name as its template, its block and its expert: -1 outside of blocks, or if it is not of one expert."""
     match = _NUMBERED.match(name)
     if match is None:
-        return Numbered(name, -1, -1)
+        return name, -1, -1
     block, expert = match.groups()
     if expert is None:
-        return Numbered("blocks.{b}." + name[match.end() :], int(block), -1)
-    return Numbered("blocks.{b}.experts.{e}." + name[match.end() :], int(block), int(expert))
+        return "blocks.{b}." + name[match.end() :], int(block), -1
+    return "blocks.{b}.experts.{e}." + name[match.end() :], int(block), int(expert)
 
 
 def fill_template(template: str, block: int, expert: int) -> str:

@@ -235,7 +235,8 @@ def _are_alike(parts: Catalog) -> bool:
 def _add_missing(composed: Catalog, writer: Scheme, parts: Catalog, facts: Facts) -> Catalog:
     """The tensors, with those that the writer has beside the model's parts: zeros, as before training."""
     tensors = dict(composed.tensors)
-    routed = [at.block for name in parts.tensors if (at := parse_part_name(name)).part == "blocks.{b}.router.weight"]
+    named = map(parse_part_name, parts.tensors)
+    routed = [block for part, block, _ in named if part == "blocks.{b}.router.weight"]
     for rule in writer.rules:
         if rule.parts is not None or not rule.zeros or not routed:
             continue

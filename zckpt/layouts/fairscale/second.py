@@ -42,14 +42,6 @@ _FILE = re.compile(
 _EXPERT = re.compile(r"((?:.*\.)?experts\.)(\d+)(\..*)")
 
 
-class _File(NamedTuple):
-    """A file's content, the rank of its part of the model, and the rank within that part."""
-
-    part: int
-    rank: int
-    root: Mapping[str, object]
-
-
 class _Stored(NamedTuple):
     """A stored parameter of a rank: shapes by names, its vector and the states beside it, and what is behind the padding.
 
@@ -77,16 +69,16 @@ def find_again(listing: Listing) -> SecondLook:
     """The model's tensors and the optimizer's states."""
     if listing.options.tp_rules:
         raise UnsupportedError("joins its slices by --tp-rules", file=listing.directory, remedy=NO_PROOF)
-    files: list[_File] = []
+    files: dict[int, list[tuple[int, Mapping[str, object]]]] = {}  # rank of a part of the model -> rank in it, content
     for match in map(_FILE.fullmatch, listing.files):
         if match and (match["part"] or match["rank"] or match["shared"] or match["shard"]):
             rank = int(match["shard"] or match["rank"] or 0)
-            files.append(_File(int(match["part"] or 0), rank, fields_of(listing.open(match[0]).root)))
-    parts = 1 + max(file.part for file in files)
+            files.setdefault(int(match["part"] or 0), []).append((rank, fields_of(listing.open(match[0]).root)))
+    parts = 1 + max(files)
     names: dict[str, Shape | None] = {}
     runs: list[HeldRun] = []
     for part in range(parts):
-        own = sorted((file for file in files if file.part == part), key=lambda file: file.rank)
+        own = sorted(files.get(part, ()), key=lambda file: file[0])
         for name, (shape, held) in _of_part(own).items():
             names[name] = None if parts > 1 else shape
             cut = _slice(name, shape, part, parts)
@@ -96,22 +88,22 @@ def find_again(listing: Listing) -> SecondLook:
     return SecondLook(names, runs)
 
 
-def _of_part(files: list[_File]) -> Tensors:
-    """The tensors of one part of the model."""
+def _of_part(files: Sequence[tuple[int, Mapping[str, object]]]) -> Tensors:
+    """The tensors of one part of the model, of which each rank has a file."""
     found: Tensors = {}
     stored: dict[str, list[_Stored]] = {}
-    for file in files:
-        metadata = next((fields_of(v) for v in file.root.values() if "param_metadata" in fields_of(v)), None)
-        tensors = _tensors(file.root)
+    for rank, root in files:
+        metadata = next((fields_of(v) for v in root.values() if "param_metadata" in fields_of(v)), None)
+        tensors = _tensors(root)
         if metadata is not None:
-            for key, own in _stored_in(file, metadata, tensors).items():
+            for key, own in _stored_in(rank, root, metadata, tensors).items():
                 stored.setdefault(key, []).append(own)
             tensors = {
                 name: tensors[name] for name in map(str, as_sequence(metadata.get("buffer_names"))) if name in tensors
             }
         experts = _experts_in(tensors)
         for name, ref in tensors.items():
-            renamed = _renumber_expert(name, file.rank, experts)
+            renamed = _renumber_expert(name, rank, experts)
             found.setdefault(renamed, (ref.shape, []))[1].append(VectorPart(ref, {}, 0, ref.numel, 0))
     for ranks in stored.values():
         experts = _experts_in(name for own in stored.values() for name in own[0].shapes)
@@ -120,8 +112,10 @@ def _of_part(files: list[_File]) -> Tensors:
     return found
 
 
-def _stored_in(file: _File, metadata: Mapping[str, object], tensors: Mapping[str, TensorRef]) -> dict[str, _Stored]:
-    """The stored parameters of a file, by their keys."""
+def _stored_in(
+    rank: int, root: Mapping[str, object], metadata: Mapping[str, object], tensors: Mapping[str, TensorRef]
+) -> dict[str, _Stored]:
+    """The stored parameters of a rank's file, by their keys."""
     found: dict[str, _Stored] = {}
     modules = [fields_of(module) for module in as_sequence(metadata["param_metadata"])]
     said = {
@@ -129,7 +123,7 @@ def _stored_in(file: _File, metadata: Mapping[str, object], tensors: Mapping[str
         for module in modules
         for key, own in fields_of(module["params"]).items()
     }
-    states = _states_of(file.root, {key: ref for key, ref in tensors.items() if key in said})
+    states = _states_of(root, {key: ref for key, ref in tensors.items() if key in said})
     for key, (module, own) in said.items():
         if key in tensors:
             home = f"{module['fsdp_path']}." if module["fsdp_path"] else ""
@@ -137,7 +131,7 @@ def _stored_in(file: _File, metadata: Mapping[str, object], tensors: Mapping[str
             shapes = {f"{home}{name}": _shape(shape) for name, shape in pairs}
             numel = tensors[key].numel - as_number(own["padding"])
             alone = bool(module["no_broadcast_optim_state"])
-            found[key] = _Stored(shapes, tensors[key], states.get(key, {}), numel, alone, file.rank)
+            found[key] = _Stored(shapes, tensors[key], states.get(key, {}), numel, alone, rank)
     return found
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CastError
 from zckpt.containers.gguf_file import BY_NAME, Q8_0, GgmlType
 from zckpt.core.catalog import TensorEntry
@@ -32,6 +31,8 @@ _AT_ONCE = 1 << 18
 """The most numbers that become blocks at once."""
 _UNWEIGHTED = (Q8_0, BY_NAME["MXFP4"])
 """Types in which an importance matrix changes nothing."""
+_OF = "of "
+"""The beginning of the fact of a recipe of the numbers that blocks stand for; the type's name follows."""
 
 
 def blocks_of(entry: TensorEntry, kind: GgmlType, weighting: Weighting | None, *, again: bool) -> Formula:
@@ -84,46 +85,6 @@ def blocks_of(entry: TensorEntry, kind: GgmlType, weighting: Weighting | None, *
     return Formula((entry, *beside), (f"to {kind.name}", *more), compute, unit, reads)
 
 
-@dataclass(frozen=True, slots=True)
-class FloatsOfBlocks:
-    """A recipe (`core.recipes`): the numbers that blocks stand for, as fp32.
-
-    Attributes:
-        inputs: the blocks, as bytes.
-        type: of the blocks.
-        again: whether they are computed as `verify` does it, by other code.
-    """
-
-    inputs: tuple[TensorEntry]
-    type: GgmlType = Q8_0
-    again: bool = False
-
-    @property
-    def unit(self) -> int:
-        return self.type.block
-
-    @property
-    def facts(self) -> tuple[object, ...]:
-        return (f"of {self.type.name}",)
-
-    def reads(self, start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
-        block, nbytes = self.type.block, self.type.nbytes
-        return [(self.inputs[0], start // block * nbytes, stop // block * nbytes)]
-
-    def compute(self, start: int, stop: int, tools: Tools) -> Array:
-        import numpy as np
-
-        ((_, first, last),) = self.reads(start, stop)
-        numbers = np.empty(stop - start, np.float32)
-        blocks: Any = tools.read(self.inputs[0], first, last)
-        kernels = ReferenceKernels() if self.again else tools.kernels
-        if self.type is Q8_0:
-            kernels.of_q8_0(blocks, numbers)
-        else:
-            kernels.of_ggml(self.type.name, blocks, numbers)
-        return numbers
-
-
 def in_blocks(
     entry: TensorEntry, kind: GgmlType = Q8_0, weighting: Weighting | None = None, *, again: bool = False
 ) -> TensorEntry:
@@ -140,9 +101,27 @@ def in_blocks(
 
 
 def as_floats(blocks: TensorEntry, kind: GgmlType = Q8_0, *, again: bool = False) -> TensorEntry:
-    """The numbers of a tensor of blocks, as fp32."""
+    """The numbers of a tensor of blocks, as fp32; `again`: as `verify` computes them, by other code."""
+
+    def reads(start: int, stop: int) -> Iterable[tuple[TensorEntry, int, int]]:
+        return [(blocks, start // kind.block * kind.nbytes, stop // kind.block * kind.nbytes)]
+
+    def compute(start: int, stop: int, tools: Tools) -> Array:
+        import numpy as np
+
+        ((_, first, last),) = reads(start, stop)
+        numbers = np.empty(stop - start, np.float32)
+        raw: Any = tools.read(blocks, first, last)
+        kernels = ReferenceKernels() if again else tools.kernels
+        if kind is Q8_0:
+            kernels.of_q8_0(raw, numbers)
+        else:
+            kernels.of_ggml(kind.name, raw, numbers)
+        return numbers
+
     shape = (*blocks.shape[:-1], blocks.shape[-1] // kind.nbytes * kind.block)
-    return derive_entry(blocks.name, shape, F32, FloatsOfBlocks((blocks,), kind, again), blocks.role)
+    recipe = Formula((blocks,), (_OF + kind.name,), compute, kind.block, reads)
+    return derive_entry(blocks.name, shape, F32, recipe, blocks.role)
 
 
 def read_again(catalog: Catalog) -> Catalog:
@@ -152,5 +131,7 @@ def read_again(catalog: Catalog) -> Catalog:
 
 def _again(entry: TensorEntry) -> TensorEntry:
     recipes = [f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)]
-    found = recipes[0] if len(entry.fragments) == 1 and recipes else None
-    return as_floats(found.inputs[0], found.type, again=True) if isinstance(found, FloatsOfBlocks) else entry
+    if len(entry.fragments) != 1 or not recipes:
+        return entry
+    kind = BY_NAME.get(str(recipes[0].facts[0]).removeprefix(_OF))
+    return entry if kind is None else as_floats(recipes[0].inputs[0], kind, again=True)

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import InconsistentError, UnsupportedError, ZckptError
 from zckpt.base.words import count, examples
 from zckpt.containers import TensorRef, list_at, mapping_at, value_at
@@ -39,23 +38,8 @@ _BUFFERS = re.compile(r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked|
 _WEIGHTS_ALONE = "Convert the weights alone (to-fp32)."
 
 
-@dataclass(frozen=True, slots=True)
-class _Optimizer:
-    """An optimizer with parameters that have names.
-
-    Attributes:
-        groups: for each group, its names and settings.
-        states: name -> its states.
-    """
-
-    groups: list[tuple[list[str], Mapping[str, object]]]
-    states: Mapping[str, Mapping[str, object]]
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The states that each element has."""
-        each = (kind for own in self.states.values() for kind, value in own.items() if is_vector(value))
-        return tuple(dict.fromkeys(each))
+_Optimizer = tuple["list[tuple[list[str], Mapping[str, object]]]", "Mapping[str, Mapping[str, object]]"]
+"""An optimizer with parameters that have names: for each group, its names and settings; and name -> its states."""
 
 
 def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
@@ -65,20 +49,21 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     source = catalog.source
     try:
         with refuse_odd_values(listing):
-            optimizer = _name_states(files, catalog, listing)
+            groups, states = _name_states(files, catalog, listing)
             steps = _steps(files)
     except ZckptError as error:
         return replace(
             catalog,
             source=replace(source, notes=(*source.notes, f"The optimizer's states are not read: {error.what}.")),
         )
-    trained = {name for names, _ in optimizer.groups for name in names}
+    trained = {name for names, _ in groups for name in names}
+    kinds = (kind for own in states.values() for kind, value in own.items() if is_vector(value))
     tensors = {
         name: entry if entry.role == "buffer" or name in trained
         else replace(entry, role="buffer" if _BUFFERS.search(name) else "frozen")
         for name, entry in catalog.tensors.items()
     }  # fmt: skip
-    found = replace(source, optimizer_states=optimizer.kinds, global_steps=steps)
+    found = replace(source, optimizer_states=tuple(dict.fromkeys(kinds)), global_steps=steps)
     return replace(catalog, tensors=tensors, source=found, topology=Topology(dp=max(len(files.ranks), 1)))
 
 
@@ -101,15 +86,15 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
     """
     files = _files(listing)
     catalog = plain.read(files.weights, allow_unknown=allow_unknown)
-    optimizer = _name_states(files, catalog, listing)
+    named, held = _name_states(files, catalog, listing)
     states: dict[str, dict[str, TensorEntry]] = {}
     others: dict[str, dict[str, TensorEntry]] = {}
     groups: list[ParameterGroup] = []
-    for names, settings in optimizer.groups:
+    for names, settings in named:
         shared: dict[str, object] = {}
         kinds: dict[str, None] = {}
         for name in names:
-            for kind, value in optimizer.states.get(name, {}).items():
+            for kind, value in held.get(name, {}).items():
                 if isinstance(value, TensorRef) and value.shape == catalog.tensors[name].shape and value.shape:
                     states.setdefault(name, {})[kind] = whole(name, value, "parameter")
                     kinds[kind] = None
@@ -119,7 +104,7 @@ def read_training(listing: Listing, *, allow_unknown: bool = False) -> Training:
                     keep_alike(shared, kind, value, name, listing.directory.path)
         kept = {key: value for key, value in settings.items() if key != "params"}
         groups.append(ParameterGroup(tuple(names), kept, shared, tuple(kinds)))
-    precisions = Counter(catalog.tensors[name].dtype for names, _ in optimizer.groups for name in names)
+    precisions = Counter(catalog.tensors[name].dtype for names, _ in named for name in names)
     (first,) = list(files.weights.files)[:1]
     rest = client_state(mapping_at(files.weights.open(first).root), _steps(files))
     return Training(tuple(groups), states, {}, rest, precisions.most_common(1)[0][0], other_shapes=others)
@@ -203,7 +188,7 @@ def _by_names(file: str, state: Mapping[str, object], catalog: Catalog) -> _Opti
     kept = [
         [name for name in (own[own_name(str(n))] for n in names) if unique.pop(name, 0) is None] for names, _ in groups
     ]
-    return _Optimizer([(names, group) for names, (_, group) in zip(kept, groups, strict=True)], named)
+    return [(names, group) for names, (_, group) in zip(kept, groups, strict=True)], named
 
 
 _PACKED = "__bnb_optimizer_quant_state__"
@@ -333,4 +318,4 @@ def _with_names(
             if isinstance(own, Mapping):
                 named[names[at]] = own
         groups.append(([names[at] for at, _, _ in group], said))
-    return _Optimizer(groups, named)
+    return groups, named

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, CorruptError, InconsistentError, UnsupportedError
@@ -57,18 +57,10 @@ class CutTensor:
         return self.boxes[0][1] if len(self.boxes) == 1 and self.boxes[0][1].shape == self.size else None
 
 
-class Placement(NamedTuple):
-    """What one dimension of a mesh does to a tensor.
-
-    Attributes:
-        kind: "Shard", "_StridedShard", "Replicate", or torch's name of another one, which is refused.
-        dim: the dimension of the tensor that it cuts.
-        split_factor: see [Note: strided shards].
-    """
-
-    kind: str
-    dim: object = 0
-    split_factor: object = 1
+Placement = tuple[str, object, object]
+"""What one dimension of a mesh does to a tensor: "Shard", "_StridedShard", "Replicate", or torch's name of another one, which is
+refused; the dimension of the tensor that it cuts; and the split factor, see [Note: strided shards].
+"""
 
 
 def class_of(value: object) -> str:
@@ -290,7 +282,7 @@ def _placements(value: object) -> tuple[Placement, ...]:
 def _placement(value: object) -> Placement:
     """A placement as torch pickles it."""
     fields = _attributes(value)
-    return Placement(class_of(value), fields.get("dim", 0), fields.get("split_factor", 1))
+    return class_of(value), fields.get("dim", 0), fields.get("split_factor", 1)
 
 
 def _attributes(value: object) -> Mapping[str, object]:

@@ -320,7 +320,7 @@ def _path(text: str) -> Path:
 
 def _placement(said: Mapping[str, Any]) -> Placement:
     kinds = {"StridedShard": "_StridedShard"}
-    return Placement(kinds.get(said["type"], said["type"]), said.get("dim", 0), said.get("split_factor", 1))
+    return kinds.get(said["type"], said["type"]), said.get("dim", 0), said.get("split_factor", 1)
 
 
 def _is_whole(said: Mapping[str, Any]) -> bool:
