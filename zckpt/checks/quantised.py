@@ -76,12 +76,11 @@ def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> 
     from zckpt.quantized.quantise import as_stack
     from zckpt.quantized.second import powers_again, stored_again
     from zckpt.quantized.second_codes import quantise_again
-    from zckpt.quantized.targets import Powers
 
     scheme, group = said.get("scheme", "block128"), said.get("group_size")
     config, dtype = read_config(output.home) or {}, to_dtype(facts.dtype) if facts.dtype else BF16
     doubled = {name: powers_again(wanted.tensors[name]) for name in said.get("powers", ()) if name in wanted.tensors}
-    powers = {name: Powers(*one) for name, one in doubled.items() if one is not None}
+    powers = {name: one for name, one in doubled.items() if one is not None}
     weights = fp8_weights(
         wanted, config, scheme, said.get("quantize", ()), said.get("keep", ()), dtype, group, powers=powers
     )
@@ -93,8 +92,8 @@ def expect_quantised(wanted: Catalog, output: Place, facts: Manifest | None) -> 
         else:
             second = quantiser.second
             together = () if second is None else second.entries
-            of = [] if quantiser.powers is None or second is None else [quantiser.powers.scales]
-            of += [one.scales for one in second.powers] if second is not None else []
+            of = [] if quantiser.powers is None or second is None else [quantiser.powers]
+            of += second.powers if second is not None else ()
             again = quantise_again(quantiser.entry, scheme, group, quantiser.dtype, together, of)
             again = as_stack(again, entry) if entry.shape != quantiser.entry.shape else again
         tensors |= again

@@ -51,18 +51,33 @@ def read_stream(file: Input) -> Container:
             remedy="Load it with the torch that wrote it, and save it again with a newer one.",
         )  # fmt: skip
     stream.pickle()
-    storages = _LegacyStorages(file)
+    store = file.store()
+    known: dict[str, StorageRef] = {}
+    placed: set[str] = set()  # keys of those with a known place
+
+    def load(key: object) -> object:
+        """The storage of a persistent id."""
+        if type(key) is tuple and len(key) > 1 and key[0] == "module":
+            return key[1]
+        own = storage_of(key, store)
+        before = known.setdefault(own.key, own)
+        if placed and own.numel and (own.key not in placed or own.nbytes > before.nbytes):
+            raise CorruptError(f"storage {own.key!r} is missing", file=store.path, remedy=COPY_AGAIN)
+        own = replace(own, byte_offset=before.byte_offset)
+        view = key[5] if type(key) is tuple and len(key) > 5 else None
+        return own if view is None else _view_of(own, view)
+
     start = stream.position
-    stream.pickle(storages.load)
+    stream.pickle(load)
     keys = stream.pickle()
     for key in keys if isinstance(keys, list) else [keys]:
-        storage = storages.known.get(key) if isinstance(key, str) else None
+        storage = known.get(key) if isinstance(key, str) else None
         if storage is None or not isinstance(key, str):
             raise stream.corrupt("a storage without a tensor")
-        storages.known[key] = stream.storage(storage)
-        storages.placed.add(key)
-    root = _Stream(file, start, file.size).pickle(storages.load)
-    return Container("torch_legacy", storages.store, root)
+        known[key] = stream.storage(storage)
+        placed.add(key)
+    root = _Stream(file, start, file.size).pickle(load)
+    return Container("torch_legacy", store, root)
 
 
 class _Stream:
@@ -118,35 +133,14 @@ class _Stream:
         return self.file.damaged("the torch file is damaged", found, expected, self.position)
 
 
-class _LegacyStorages:
-    """Answers persistent ids with storages; `placed` are the keys of those with a known place."""
-
-    def __init__(self, file: Input) -> None:
-        self.store = file.store()
-        self.known: dict[str, StorageRef] = {}
-        self.placed: set[str] = set()
-
-    def load(self, key: object) -> object:
-        if type(key) is tuple and len(key) > 1 and key[0] == "module":
-            return key[1]
-        storage = storage_of(key, self.store)
-        known = self.known.setdefault(storage.key, storage)
-        if self.placed and storage.numel and (storage.key not in self.placed or storage.nbytes > known.nbytes):
-            raise self._corrupt(f"storage {storage.key!r} is missing")
-        storage = replace(storage, byte_offset=known.byte_offset)
-        view = key[5] if type(key) is tuple and len(key) > 5 else None
-        return storage if view is None else self.view(storage, view)
-
-    def view(self, storage: StorageRef, view: object) -> StorageRef:
-        """A part of a storage, as a storage; torch had such before 0.4."""
-        match view:
-            case (str(key), int(offset), int(numel)) if offset >= 0 and numel >= 0 and offset + numel <= storage.numel:
-                itemsize = storage.dtype.itemsize if storage.dtype else 1
-                return replace(storage, key=key, numel=numel, byte_offset=storage.byte_offset + offset * itemsize)
-        raise self._corrupt(f"the view of storage {storage.key!r} is impossible")
-
-    def _corrupt(self, what: str) -> CorruptError:
-        return CorruptError(what, file=self.store.path, remedy=COPY_AGAIN)
+def _view_of(storage: StorageRef, view: object) -> StorageRef:
+    """A part of a storage, as a storage; torch had such before 0.4."""
+    match view:
+        case (str(key), int(offset), int(numel)) if offset >= 0 and numel >= 0 and offset + numel <= storage.numel:
+            itemsize = storage.dtype.itemsize if storage.dtype else 1
+            return replace(storage, key=key, numel=numel, byte_offset=storage.byte_offset + offset * itemsize)
+    what = f"the view of storage {storage.key!r} is impossible"
+    raise CorruptError(what, file=storage.store.path, remedy=COPY_AGAIN)
 
 
 # -- tar ---------------------------------------------------------------------------------------------------------------
@@ -177,7 +171,7 @@ def read_tar(file: Input) -> Container:
         if not isinstance(view, tuple) or len(view) != 4 or not isinstance(view[0], int | str):
             raise stream.corrupt("a view without 4 fields")
         storage = _storage(objects, view[1], stream)
-        objects[view[0]] = _LegacyStorages(file).view(storage, (str(view[0]), *view[2:]))
+        objects[view[0]] = _view_of(storage, (str(view[0]), *view[2:]))
     stream = _Stream(file, *members["tensors"])
     for _ in range(_count(stream)):
         key, storage_key, _kind = _fields(stream, 3)

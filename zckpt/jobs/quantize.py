@@ -51,7 +51,7 @@ from zckpt.quantized.quantise import (
     scales,
     target_entries,
 )
-from zckpt.quantized.targets import TARGETS, Powers, Second, Target, order_of
+from zckpt.quantized.targets import TARGETS, Second, Target, order_of
 from zckpt.storage.fsspec_io import is_page
 from zckpt.storage.location import locate
 
@@ -345,7 +345,7 @@ def fp8_weights(
     dtype: DType,
     group_size: int | None = None,
     flags: tuple[str, str] = Fp8.flags,
-    powers: Mapping[str, Powers] | None = None,
+    powers: Mapping[str, tuple[TensorEntry, TensorEntry]] | None = None,
 ) -> Fp8Weights:
     """The tensors of an output, from those of a Hugging Face model.
 
@@ -358,7 +358,7 @@ def fp8_weights(
         dtype: as for `to_fp8`.
         group_size: as for `quantize`.
         flags: the options for `quantize` and `keep`, for errors.
-        powers: of tensors of MXFP4 that become NVFP4, what they are computed from.
+        powers: of tensors of MXFP4 that become NVFP4, their numbers and powers, as of `powers_of`.
 
     Raises:
         UnsupportedError: the model is not known and `quantize` is empty, or experts cannot be quantised in this scheme.
@@ -397,8 +397,7 @@ def fp8_weights(
                 carried.append(name)
             else:
                 second = seconds.get(name)
-                of = powers[name] if second is not None and second.powers else None
-                numbers = entry if of is None else of.numbers
+                numbers, of = powers[name] if second is not None and second.powers else (entry, None)
                 rows, columns = numbers.shape
                 grid = Grid(1, rows, columns, 1, target.group or columns)
                 quantisers[name] = Quantiser(numbers, grid, target.scales or dtype, target, second, of)
@@ -443,7 +442,7 @@ def fp8_weights(
     )
 
 
-def _powers(catalog: Catalog) -> dict[str, Powers]:
+def _powers(catalog: Catalog) -> dict[str, tuple[TensorEntry, TensorEntry]]:
     found = {name: powers_of(entry) for name, entry in catalog.tensors.items()}
     return {name: one for name, one in found.items() if one is not None}
 
@@ -469,15 +468,18 @@ def _check_groups(catalog: Catalog, chosen: Iterable[str], target: Target) -> No
 
 
 def _seconds(
-    catalog: Catalog, chosen: Collection[str], layers: LinearLayers | None, powers: Mapping[str, Powers]
+    catalog: Catalog,
+    chosen: Collection[str],
+    layers: LinearLayers | None,
+    powers: Mapping[str, tuple[TensorEntry, TensorEntry]],
 ) -> dict[str, Second]:
     """The scale of scales of each matrix: one for those that servers of models join, as vLLM wants it."""
     groups = [[name] for name in chosen]
     groups += [[name for name in group if name in chosen] for group in (layers.joined if layers is not None else ())]
     found: dict[str, Second] = {}
     for group in filter(None, groups):
-        of = [powers[name] for name in group if name in powers]
-        entries = tuple(powers[name].numbers if name in powers else catalog.tensors[name] for name in group)
+        of = [powers[name][1] for name in group if name in powers]
+        entries = tuple(powers[name][0] if name in powers else catalog.tensors[name] for name in group)
         found |= dict.fromkeys(group, Second(entries, tuple(of) if len(of) == len(group) else ()))
     for one, following in pairwise(dict.fromkeys(found[name] for name in catalog.tensors if name in found)):
         one.following = following

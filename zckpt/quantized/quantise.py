@@ -28,7 +28,7 @@ from zckpt.core.recipes import DerivedStore, Formula, derive_entry
 from zckpt.quantized.coded import BlockScales, Coded, Codes, e2m1, turn
 from zckpt.quantized.grids import NARROWED, Grid, Scaled
 from zckpt.quantized.packed import Packed
-from zckpt.quantized.targets import Powers, Second, Target, of_stored_bits, rounded_to, stored_bits
+from zckpt.quantized.targets import Second, Target, of_stored_bits, rounded_to, stored_bits
 
 if TYPE_CHECKING:
     from zckpt.core.folds import Array, Floats
@@ -72,7 +72,7 @@ class Quantiser:
 
     def __init__(
         self, entry: TensorEntry, grid: Grid, dtype: DType, target: Target | None = None, second: Second | None = None,
-        powers: Powers | None = None,
+        powers: TensorEntry | None = None,
     ) -> None:  # fmt: skip
         self.entry = entry
         self.grid = grid
@@ -81,7 +81,7 @@ class Quantiser:
         self.second = second
         self.powers = powers
         own = ("E4M3",) if target is None else (target.form, target.bits, second and len(second.entries))
-        self.facts: tuple[object, ...] = (*own, grid, dtype.name, *(("powers",) if powers else ()))
+        self.facts: tuple[object, ...] = (*own, grid, dtype.name, *(("powers",) if powers is not None else ()))
         self._lock = Lock()
         self._measuring = Lock()
         self._scales: Any = None
@@ -104,7 +104,7 @@ class Quantiser:
         grid = self.grid
         if self.powers is not None and self.second is not None:
             across = grid.across // 2
-            twos = BlockScales(self.powers.scales).read(first * across, last * across, tools, self.entry.name)
+            twos = BlockScales(self.powers).read(first * across, last * across, tools, self.entry.name)
             with np.errstate(under="ignore"):
                 twos = np.maximum(twos * np.float32(self.second.value(tools)), np.float32(2**-9))
             return np.repeat(twos, 2)
@@ -338,9 +338,10 @@ def target_entries(quantiser: Quantiser, target: Target) -> dict[str, TensorEntr
     return {one.name: one for one in found}
 
 
-def powers_of(entry: TensorEntry) -> Powers | None:
-    """What a tensor of MXFP4 is computed from; None for another one. Stacks of gpt-oss are turned, as their blocks lie; of
-    other stacks nothing is kept.
+def powers_of(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
+    """The numbers of a tensor of MXFP4 that becomes NVFP4, with a row of blocks for each row of a matrix, and its powers, one
+    for 32 elements (E8M0), which are scales of halves of these blocks; None for another tensor. Stacks of gpt-oss are turned,
+    as their blocks lie; of other stacks nothing is kept.
     """
     recipe = _recipe_of(entry)
     if not isinstance(recipe, Coded) or recipe.factors.entry.dtype != U8 or recipe.table != e2m1():
@@ -349,14 +350,14 @@ def powers_of(entry: TensorEntry) -> Powers | None:
     if recipe.factors.second is not None or recipe.factors.nested is not None:
         return None
     if not recipe.codes.downwards:
-        return Powers(entry, scales) if len(entry.shape) == 2 else None
+        return (entry, scales) if len(entry.shape) == 2 else None
     (*lead, columns, rows), matrices = entry.shape, recipe.grid.matrices
     codes, scales = (turn(one, matrices, columns // each, rows) for one, each in ((codes, 2), (scales, 32)))
     across = entry.numel // 32
     packing, grid = Codes(codes, 4, across, 32, 16), Grid(1, across, 32, 1, 32)
     shape = (math.prod(lead) * rows, columns)
     again = Coded(entry.name, shape, packing, e2m1(), grid, BlockScales(scales))
-    return Powers(derive_entry(entry.name, shape, F32, again, entry.role), scales)
+    return derive_entry(entry.name, shape, F32, again, entry.role), scales
 
 
 def as_stack(made: Mapping[str, TensorEntry], entry: TensorEntry) -> dict[str, TensorEntry]:

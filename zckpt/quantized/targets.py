@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from zckpt.base.dataclass import dataclass
 from zckpt.core.catalog import TensorEntry
@@ -174,15 +174,6 @@ _AT_ONCE = 1 << 19
 """The most elements that are read together: a second-level cache has room for them."""
 
 
-class Powers(NamedTuple):
-    """A tensor of MXFP4 that becomes NVFP4, with a row of blocks for each row of a matrix, and its powers, one for 32
-    elements (E8M0): they are scales of halves of these blocks.
-    """
-
-    numbers: TensorEntry
-    scales: TensorEntry
-
-
 class Second:
     """A scale of scales that several tensors share, because servers of models join them.
 
@@ -194,10 +185,10 @@ class Second:
         following: the one that is probably asked for next; the disk reads its tensors while these ones are quantised.
     """
 
-    def __init__(self, entries: tuple[TensorEntry, ...], powers: tuple[Powers, ...] = ()) -> None:
+    def __init__(self, entries: tuple[TensorEntry, ...], powers: tuple[TensorEntry, ...] = ()) -> None:
         self.entries = entries
         self.powers = powers
-        self.inputs = (*entries, *(one.scales for one in powers))
+        self.inputs = (*entries, *powers)
         self.following: Second | None = None
         self._lock = Lock()
         self._value: float | None = None
@@ -217,16 +208,16 @@ class Second:
 
     @property
     def _wholes(self) -> Sequence[TensorEntry]:
-        return [one.scales for one in self.powers] or self.entries
+        return self.powers or self.entries
 
     def _top_of(self, number: int, at: int, tools: Tools) -> float:
         """The largest magnitude or power of a part of a tensor."""
         import numpy as np
 
         if self.powers:
-            one = self.powers[number]
-            stop = min(at + _AT_ONCE, one.scales.numel)
-            return float(BlockScales(one.scales).read(at, stop, tools, one.numbers.name).max())
+            powers = self.powers[number]
+            stop = min(at + _AT_ONCE, powers.numel)
+            return float(BlockScales(powers).read(at, stop, tools, self.entries[number].name).max())
         entry, found = self.entries[number], np.zeros(1, np.float32)
         part = read_numbers(entry, at, min(at + _AT_ONCE, entry.numel), tools)
         tools.kernels.largest(part, MatrixBlocks(1, len(part), 1, len(part)), found)
