@@ -54,9 +54,9 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 487,
-    "lines": 103_342,
+    "lines": 103_243,
     "lines of the trainer": 15_221,
-    "classes": 670,
+    "classes": 660,
     "functions named by one participle": 0,
 }
 """Of the package's source; each may only fall. The aims are 505, 80,000, 15,700 and 655."""

@@ -89,7 +89,7 @@ def find_again(listing: Listing) -> SecondLook:
 
 
 def _of_part(files: Sequence[tuple[int, Mapping[str, object]]]) -> Tensors:
-    """The tensors of one part of the model, of which each rank has a file."""
+    """The tensors of one part of the model, from the files of its ranks."""
     found: Tensors = {}
     stored: dict[str, list[_Stored]] = {}
     for rank, root in files:

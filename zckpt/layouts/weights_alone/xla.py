@@ -35,10 +35,9 @@ _FLAT = "_fsdp_wrapped_module.flat_param_"
 
 
 class ShardFile(NamedTuple):
-    """One rank's file: its path, all that is in it, the state dict, and how it was cut."""
+    """One rank's file: its path, the state dict, and how it was cut."""
 
     file: str
-    root: Mapping[str, object]
     model: Mapping[str, object]
     metadata: Mapping[str, Any]
 
@@ -117,7 +116,7 @@ def _read_ranks(listing: Listing) -> list[ShardFile]:
 def _read_rank(listing: Listing, name: str) -> ShardFile:
     file, root = listing.files[name].path, root_of(listing, name)
     model, metadata = (as_mapping(root.get(key), repr(key), file) for key in ("model", "shard_metadata"))
-    return ShardFile(file, root, model, metadata)
+    return ShardFile(file, model, metadata)
 
 
 def _entries(ranks: Sequence[ShardFile], key: str) -> Iterator[TensorEntry]:
