@@ -24,7 +24,7 @@ from zckpt.engine.elements import ElementReader
 from zckpt.engine.move import run
 from zckpt.engine.replicas import first_difference
 from zckpt.engine.rounding import cast as reference_cast
-from zckpt.engine.rounding import number, rounded_bits
+from zckpt.engine.rounding import is_rounded, number, rounded_bits
 from zckpt.engine.scan import scan
 from zckpt.engine.scan_requests import comparisons
 from zckpt.engine.tensor_statistics import Relation
@@ -89,6 +89,9 @@ def test_every_single_beside_every_half(dtype: DType) -> None:
         finally:
             use_vector_paths(True)
     assert reference_cast(singles.tobytes(), F32, dtype, "little", False) == expected
+    bits, wanted = singles.view("<u4")[::7], np.frombuffer(expected[0], "<u2")[::7]
+    for one, half in zip(bits.tolist(), wanted.tolist()):
+        assert is_rounded(one, F32, half, dtype) and not is_rounded(one, F32, half ^ 1, dtype)
 
 
 def test_doubles_to_singles_are_numpys() -> None:

@@ -66,7 +66,7 @@ def first_difference(
     `ranges` are the elements that are compared; by default both ends of every fragment.
     """
     (fragments, dtype), (others, narrow) = master, copy
-    from zckpt.engine.rounding import MANTISSA, number
+    from zckpt.engine.rounding import MANTISSA, is_rounded, number
 
     if dtype not in MANTISSA or narrow not in MANTISSA:
         return None
@@ -77,7 +77,7 @@ def first_difference(
             continue
         masters, copies = _bits(data, dtype), _bits(copied, narrow)
         for index, (bits, found) in enumerate(zip(masters, copies, strict=True)):
-            if not _same(bits, dtype, found, narrow):
+            if not is_rounded(bits, dtype, found, narrow):
                 return start + index, number(bits, dtype), number(found, narrow)
     return None
 
@@ -93,18 +93,6 @@ def is_copy(
 
 def _bits(data: bytes, dtype: DType) -> Sequence[int]:
     return array.array({8: "Q", 4: "I", 2: "H"}[dtype.itemsize], data)
-
-
-def _same(master: int, dtype: DType, copy: int, narrow: DType) -> bool:
-    """Whether the copy is the rounded master. Bits are compared, for a host process may flush small numbers to zero."""
-    from zckpt.engine.rounding import MANTISSA, number, ones, rounded_bits
-
-    wanted = master if dtype == narrow else rounded_bits(number(master, dtype), narrow)
-    if wanted == copy:
-        return True
-    a, b = (bits & ones(8 * narrow.itemsize - 1) for bits in (wanted, copy))
-    infinity = ones(8 * narrow.itemsize - 1) - ones(MANTISSA[narrow])
-    return (a == b == 0) or (a > infinity and b > infinity)  # zeros of both signs, and all NaNs
 
 
 def disagreements(catalog: Catalog) -> Iterator[tuple[TensorEntry, Replica, tuple[int, float, float]]]:

@@ -75,9 +75,28 @@ def number(bits: int, dtype: DType) -> float:
 def rounded_bits(value: float, dtype: DType) -> int:
     """The bits of a number in a dtype, rounded once; what is too large becomes infinite."""
     bits: int = struct.unpack("<Q", struct.pack("<d", value))[0]
-    if dtype == F64:
-        return bits
-    return narrow_bits(bits & ones(63), F64, dtype) | (bits >> 63) << (8 * dtype.itemsize - 1)
+    return bits if dtype == F64 else _narrow_number(bits, F64, dtype)
+
+
+def _narrow_number(bits: int, source: DType, target: DType) -> int:
+    """`narrow_bits` with the sign; `source` must have the exponents of `target`."""
+    width = 8 * source.itemsize - 1
+    return narrow_bits(bits & ones(width), source, target) | (bits >> width) << (8 * target.itemsize - 1)
+
+
+def is_rounded(master: int, dtype: DType, copy: int, narrow: DType) -> bool:
+    """Whether the copy is the rounded master. Bits are compared, for a host process may flush small numbers to zero."""
+    if dtype == narrow:
+        wanted = master
+    elif dtype in (F32, F64) and MANTISSA[narrow] < MANTISSA[dtype]:
+        wanted = _narrow_number(master, dtype, narrow)
+    else:
+        wanted = rounded_bits(number(master, dtype), narrow)
+    if wanted == copy:
+        return True
+    a, b = (bits & ones(8 * narrow.itemsize - 1) for bits in (wanted, copy))
+    infinity = ones(8 * narrow.itemsize - 1) - ones(MANTISSA[narrow])
+    return (a == b == 0) or (a > infinity and b > infinity)  # zeros of both signs, and all NaNs
 
 
 def native(data: bytes, dtype: DType, byteorder: str) -> bytes:
