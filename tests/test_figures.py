@@ -54,7 +54,7 @@ def test_a_plain_conversion_imports_and_runs_no_more_than_it_did(tmp_path: Path)
 
 HOUSE = {
     "modules": 487,
-    "lines": 103_250,
+    "lines": 103_248,
     "lines of the trainer": 15_221,
     "classes": 660,
     "functions named by one participle": 0,

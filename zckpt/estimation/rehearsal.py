@@ -200,7 +200,6 @@ class _Block:
     """A unit, or everything outside units, as one step sees it; in bytes of the computation's dtype unless noted."""
 
     whole: int
-    part: int
     grads: int
     grad_elements: int
     grad_part_elements: int
@@ -258,7 +257,7 @@ class _Step:
         last = 0 if tied else sum(one.numel for one in front if one.trained)
         grads = sum(one.numel for one in trained)
         return _Block(
-            part * shards * self.compute, part * self.compute, grads * self.compute, grad_part * shards, grad_part,
+            part * shards * self.compute, grads * self.compute, grad_part * shards, grad_part,
             last * self.compute,
         )  # fmt: skip
 
@@ -283,7 +282,6 @@ class _Step:
             blocks = [self.blocks[number] for number in group]
         return _Block(
             sum(block.whole for block in blocks),
-            sum(block.part for block in blocks),
             sum(block.grads for block in blocks),
             sum(block.grad_elements for block in blocks),
             sum(block.grad_part_elements for block in blocks),
