@@ -156,13 +156,19 @@ def read(listing: Listing, *, allow_unknown: bool = False, as_part: bool = False
             remedy="Leave --key out: it is for saves of torch.distributed.checkpoint and plain files that hold several.",
         )  # fmt: skip
     catalog = family.read(listing, allow_unknown=allow_unknown)
+    for prove in (_prove_use, _prove_names, _prove_whole):
+        catalog = prove(catalog, listing, family, allow_unknown, as_part)
+    return catalog
+
+
+def _prove_use(catalog: Catalog, listing: Listing, *_: object) -> Catalog:
+    """The catalog, if each element of the master weights is used once."""
     usage.check(listing, usage.masters_in(listing), catalog.claims)
     catalog.claims.forget()
-    catalog = _prove_names(catalog, listing, family, allow_unknown=allow_unknown)
-    return _prove_whole(catalog, listing, as_part=as_part or allow_unknown)
+    return catalog
 
 
-def _prove_names(catalog: Catalog, listing: Listing, family: Family, *, allow_unknown: bool) -> Catalog:
+def _prove_names(catalog: Catalog, listing: Listing, family: Family, allow_unknown: bool, *_: object) -> Catalog:
     """The catalog of files that bear the names under which they were written, or with a note that some do not."""
     error = _find_misnamed(listing, family)
     if error is None:
@@ -173,13 +179,13 @@ def _prove_names(catalog: Catalog, listing: Listing, family: Family, *, allow_un
     return replace(catalog, source=replace(catalog.source, notes=notes))
 
 
-def _prove_whole(catalog: Catalog, listing: Listing, *, as_part: bool) -> Catalog:
+def _prove_whole(catalog: Catalog, listing: Listing, _: Family, allow_unknown: bool, as_part: bool) -> Catalog:
     """The catalog with what the model's config says of tensors that may be missing, where the files do not say it."""
     by_index = catalog.source.layout == "plain" and catalog.evidence.by != BY_MANIFEST
     if not listing.part and (catalog.evidence.level == "unknown" or by_index):
         from zckpt.layouts.save.whole import prove_by_config
 
-        return prove_by_config(catalog, listing, as_part=as_part)
+        return prove_by_config(catalog, listing, as_part=as_part or allow_unknown)
     if catalog.evidence.doubt and catalog.source.layout != "plain":
         from zckpt.layouts.save.whole import find_left_out
 
