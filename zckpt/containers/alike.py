@@ -215,16 +215,8 @@ _LOOKED_INTO = 4
 """Tuples in tuples among arguments; what is nested deeper counts as a hole."""
 
 
-class _Spots(NamedTuple):
-    """An object of the template in which others must be put.
-
-    Attributes:
-        value: the object.
-        spots: (index or key in it, number of the object in the plan).
-    """
-
-    value: Any
-    spots: tuple[tuple[Any, int], ...]
+_Spots = tuple[Any, list[tuple[Any, int]]]
+"""An object of the template in which others must be put, and where: (index or key in it, number of the other in the plan)."""
 
 
 class _Template:
@@ -310,7 +302,7 @@ class _Template:
         for key, item in items:
             if type(item) not in _PLAIN and (number := self._planned(item)) >= 0:
                 spots.append((key, number))
-        return _Spots(value, tuple(spots)) if spots else None
+        return (value, spots) if spots else None
 
     def filled(self, pickle: bytes, load: Load, like: Like) -> object:
         """The object of another pickle, or of this one; raises as `AlikePickles.root`."""
@@ -329,7 +321,8 @@ class _Template:
                 args = made[step.args[0]]  # type: ignore[union-attr,index]
                 made.append(_build_waiting(step.make, args, load))  # type: ignore[union-attr]
             else:
-                made.append(_with(step.value, [(key, made[number]) for key, number in step.spots]))  # type: ignore[union-attr]
+                value, spots = step[0], step[1]  # type: ignore[index]
+                made.append(_with(value, [(key, made[number]) for key, number in spots]))  # type: ignore[misc]
         return made[self._number] if self._number >= 0 else self._root
 
 

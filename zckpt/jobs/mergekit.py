@@ -38,13 +38,8 @@ _PARAMETERS = frozenset(("weight", "density", "normalize", "rescale", "lambda", 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-@dataclass(frozen=True, slots=True)
-class MergeInput:
-    """A model that is merged, with its own parameters, and how many layers it gives, if that is said."""
-
-    path: str
-    parameters: Mapping[str, Any]
-    layers: int | None = None
+MergeInput = tuple[str, Mapping[str, Any], int | None]
+"""The path of a model that is merged, its own parameters, and how many layers it gives, if that is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +67,13 @@ class Mergekit:
     @property
     def facts(self) -> dict[str, object]:
         """The facts for the manifest."""
-        models = [{"path": model.path, "parameters": dict(model.parameters)} for model in self.models]
+        models = [{"path": path, "parameters": dict(own)} for path, own, _ in self.models]
         return {"method": self.method, "models": models, "base": self.base, "parameters": [*map(dict, self.shared)]}
 
     @property
     def paths(self) -> list[str]:
         """The paths of all models; the one with the output's config and tokenizer comes last."""
-        others = [model.path for model in self.models]
+        others = [path for path, *_ in self.models]
         return [*others[1:], others[0]] if self.base is None else [*others, self.base]
 
     def recipe(self, inputs: tuple[TensorEntry, ...], layers: int, seed: int) -> Recipe:
@@ -113,20 +108,20 @@ class Mergekit:
         """
         found = [match for name in names if (match := _LAYER.match(name))]
         number = max((int(match[2]) + 1 for match in found), default=0)
-        if any(model.layers not in (None, number) for model in self.models):
+        if any(layers not in (None, number) for *_, layers in self.models):
             raise refuse(self.file, "layer_range", f"some of {number} layers", "all layers of each model")
         if len({match[1] for match in found}) > 1 and _has_gradient(
-            [*self.shared, *(one.parameters for one in self.models)]
+            [*self.shared, *(own for _, own, _ in self.models)]
         ):
             raise refuse(self.file, "gradients", "layers of several towers", "a model with one row of layers")
         return number
 
     def _number(self, key: str, name: str, t: float, model: MergeInput | None, usual: float | None = None) -> float:
-        for settings in (*(() if model is None else (model.parameters,)), *self.shared):
+        for settings in (*(() if model is None else (model[1],)), *self.shared):
             if key in settings and (value := self._evaluate(key, settings[key], name, t)) is not None:
                 return value
         if usual is None:
-            raise self._wrong(key, f"no {key} for {name!r}" + (f" of {model.path!r}" if model else ""))
+            raise self._wrong(key, f"no {key} for {name!r}" + (f" of {model[0]!r}" if model else ""))
         return usual
 
     def _evaluate(self, key: str, said: object, name: str, t: float) -> float | None:
@@ -203,11 +198,10 @@ def read_mergekit(path: str) -> Mergekit:
         raise CorruptError("has no list of models", file=path, found=repr(rows)[:80], remedy="Correct the YAML.")
     base = None if said.get("base_model") is None else _model(path, said["base_model"])
     models = [
-        MergeInput(_model(path, row.get("model")), _settings(path, row.get("parameters")), _layers(path, row))
-        for row in rows
+        (_model(path, row.get("model")), _settings(path, row.get("parameters")), _layers(path, row)) for row in rows
     ]
     if base is not None and method != "linear":
-        models = [model for model in models if model.path != base]
+        models = [model for model in models if model[0] != base]
     elif method == "linear":
         base = None
     if (method == "slerp" and len(models) != 1) or not models or (method != "linear" and base is None):

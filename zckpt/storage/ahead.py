@@ -11,9 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from zckpt.base.dataclass import dataclass
 from zckpt.storage.fsspec_io import THREADS, RemoteFile
-from zckpt.storage.location import Address, Location, OpenFile
+from zckpt.storage.location import Address, Location
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,7 +54,7 @@ class OpenAhead:
             self._begin(series, series.index(name))
         self._asked.add(name)
         begun = self._begun.pop(name, None)
-        return location if begun is None else _Begun(location.path, begun)
+        return location if begun is None else Address(location.path, begun)
 
     def beforehand(self, name: str) -> Location:
         """The place of a file that is read now and opened again later: it is requested once."""
@@ -64,7 +63,7 @@ class OpenAhead:
             return location
         if name not in self._begun:
             self._begun[name] = self._workers().submit(_open_remote, location.path)
-        return _Begun(location.path, self._begun[name])
+        return Address(location.path, self._begun[name])
 
     def _workers(self) -> ThreadPoolExecutor:
         from concurrent.futures import ThreadPoolExecutor  # which is slow to import, and only wanted of addresses
@@ -86,14 +85,3 @@ def _open_remote(address: str) -> RemoteFile:
     if not address.endswith(".safetensors"):  # what torch writes has its directory at the end
         file.read(file.size - 1, 1)
     return file
-
-
-@dataclass(frozen=True, repr=False)
-class _Begun(Address):
-    """An address with a file that is being opened."""
-
-    begun: Future[RemoteFile]
-
-    def open(self) -> OpenFile:
-        """The file; raises what opening it raised."""
-        return self.begun.result()

@@ -15,13 +15,16 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import CorruptError, NotACheckpointError
 from zckpt.base.patterns import compile_late
 from zckpt.core.stores import FileStore
 from zckpt.storage import fsspec_io, identity
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 _ADDRESS = compile_late(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 _LOCAL = compile_late(r"(?:file|local)://", re.IGNORECASE)
@@ -250,8 +253,9 @@ class LocalPath(Location):
 
 @dataclass(frozen=True, repr=False)
 class Address(Location):
-    """A path behind an address."""
+    """A path behind an address. `begun`: a file of it that is being opened, for `open`."""
 
+    begun: Future[fsspec_io.RemoteFile] | None = field(default=None, compare=False)
     is_remote: ClassVar[bool] = True
     block_bytes: ClassVar[int] = 16 << 20
 
@@ -302,7 +306,7 @@ class Address(Location):
         return None
 
     def open(self) -> OpenFile:  # noqa: D102
-        return fsspec_io.RemoteFile.opened(self.path)
+        return fsspec_io.RemoteFile.opened(self.path) if self.begun is None else self.begun.result()
 
     def read(self, nbytes: int | None = None, offset: int = 0) -> bytes:  # noqa: D102
         return fsspec_io.read(self.path, offset, self.size() if nbytes is None else nbytes)

@@ -133,7 +133,7 @@ class RankFiles:
         self._values: dict[Path, object] = {}
         self._files: dict[Path, str] = {}
         self._contradiction: ZckptError | None = None
-        self._known = KnownFacts()
+        self._known: KnownFacts = {}
         there: set[int] = set()
         for rank, path, values in files:
             self._gather(rank, path, values)

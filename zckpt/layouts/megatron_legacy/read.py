@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.base import words
-from zckpt.base.dataclass import dataclass
 from zckpt.base.errors import COPY_AGAIN, OTHER_SAVE, IncompleteError, InconsistentError
 from zckpt.base.words import count, examples
 from zckpt.core.catalog import Catalog, Replica, Role, Source, TensorEntry, Topology
@@ -51,13 +50,8 @@ def read(listing: Listing, *, allow_unknown: bool = False) -> Catalog:
     return LegacySave(listing, allow_unknown=allow_unknown).catalog()
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What a rank holds of a tensor: its weight, and its master where it has one."""
-
-    rank: ModelRank
-    weight: TensorEntry
-    master: TensorEntry | None
+_Part = tuple[ModelRank, TensorEntry, TensorEntry | None]
+"""What a rank holds of a tensor: its weight, and its master where it has one."""
 
 
 class LegacySave:
@@ -243,7 +237,7 @@ class LegacySave:
         weight = TensorEntry(held.name, shape, held.ref.dtype, role, held.ref.fragments())
         states = self.masters[rank.rank].states.get(index, {}) if self.masters else {}
         master = TensorEntry(held.name, shape, F32, role, states[state]) if state in states else None
-        return _Part(rank.rank, weight, master)
+        return rank.rank, weight, master
 
     def _seen(self, held: RankTensor) -> Shape:
         """The shape in which a slice is cut: (experts, rows, columns) for all experts in one tensor."""
@@ -265,7 +259,7 @@ class LegacySave:
         is_cut = not held.expert or self.split.etp > 1
         slices: dict[int, list[_Part]] = {}
         for part in own:
-            slices.setdefault(part.rank.tp if is_cut else 0, []).append(part)
+            slices.setdefault(part[0].tp if is_cut else 0, []).append(part)
         wanted = self.split.tp if is_cut else 1
         if len(slices) < wanted:
             raise IncompleteError(
@@ -275,7 +269,7 @@ class LegacySave:
             )  # fmt: skip
         by_rank = [slices[number] for number in sorted(slices)]
         weights = [
-            [parts_[number if number < len(parts_) else 0].weight for parts_ in by_rank]
+            [parts_[number if number < len(parts_) else 0][1] for parts_ in by_rank]
             for number in range(max(map(len, by_rank)))
         ]
         joint = self._joint(held, [weight.shape for weight in weights[0]])
@@ -283,11 +277,11 @@ class LegacySave:
         copies = list(entry.replicas)
         for number, others in enumerate(weights[1:], 1):
             whose = " and ".join(
-                dict.fromkeys(_whose(parts_[number].rank, is_cut) for parts_ in by_rank if number < len(parts_))
+                dict.fromkeys(_whose(parts_[number][0], is_cut) for parts_ in by_rank if number < len(parts_))
             )
             copy = join(held.name, others, joint)
             copies.append(Replica(copy.dtype, copy.fragments, whose, True))
-        masters = [next((part.master for part in parts_ if part.master is not None), None) for parts_ in by_rank]
+        masters = [next((master for _, _, master in parts_ if master is not None), None) for parts_ in by_rank]
         named = [master for master in masters if master is not None]
         if len(named) < len(masters):
             return replace(entry, replicas=tuple(copies))

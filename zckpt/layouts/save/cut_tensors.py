@@ -96,19 +96,10 @@ _CASTING = ("torchao.float8.", "torchao.prototype.moe_training.")
 """Modules with classes of tensors that are cast while they are used."""
 
 
-class KnownFacts:
-    """Facts that objects of pickles share for many tensors (meshes, placements, sizes); each object is read once."""
-
-    def __init__(self) -> None:
-        self._by_object: dict[tuple[str, int], tuple[object, Any]] = {}
-        self.parts: dict[tuple[object, ...], Box] = {}
-
-    def of(self, kind: str, value: object, make: Callable[[Any], T]) -> T:
-        """The facts that `make` finds in an object."""
-        known = self._by_object.get((kind, id(value)))
-        if known is None:
-            known = self._by_object[kind, id(value)] = value, make(value)  # with the object, whose id stays its own so
-        return known[1]
+KnownFacts = dict[tuple[object, ...], Any]
+"""What is read once for many tensors of a save: facts in objects that they share (meshes, placements, sizes), by the kind of
+fact and the object's id, beside the object; and boxes, by the facts that they follow from.
+"""
 
 
 def cut_tensor(value: object, name: str, file: str, known: KnownFacts | None = None) -> CutTensor | None:
@@ -145,7 +136,15 @@ class CutReader:
     def __init__(self, name: str, file: str, known: KnownFacts | None = None) -> None:
         self.name = name
         self.file = file
-        self.known = known or KnownFacts()
+        self.known: KnownFacts = {} if known is None else known
+
+    def _known(self, kind: str, value: object, make: Callable[[Any], T]) -> T:
+        """The facts that `make` finds in an object."""
+        known = self.known.get((kind, id(value)))
+        if known is None:
+            known = self.known[kind, id(value)] = value, make(value)  # with the object, whose id stays its own so
+        found: T = known[1]
+        return found
 
     def corrupt(self, found: str) -> CorruptError:
         """The error for a tensor with facts that do not fit each other."""
@@ -186,16 +185,16 @@ class CutReader:
 
     def of_dtensor(self, value: Placeholder) -> CutTensor:
         """A pickled DTensor."""
-        dtype, size = self.known.of("facts", value.args, self._facts)
+        dtype, size = self._known("facts", value.args, self._facts)
         held = _attributes(value)
         spec = _attributes(held["_spec"])
-        extents, coordinate, axes = self.known.of("mesh", spec["mesh"], _mesh)
-        placements = self.known.of("placements", spec["placements"], _placements)
-        order = self.known.of("order", spec.get("shard_order"), _explicit)
+        extents, coordinate, axes = self._known("mesh", spec["mesh"], _mesh)
+        placements = self._known("placements", spec["placements"], _placements)
+        order = self._known("order", spec.get("shard_order"), _explicit)
         key = (size, placements, extents, coordinate, order)
-        part = self.known.parts.get(key)
+        part: Box | None = self.known.get(key)
         if part is None:
-            part = self.known.parts[key] = self.part(size, placements, extents, coordinate, order)
+            part = self.known[key] = self.part(size, placements, extents, coordinate, order)
         return self.cut(dtype, size, [(part, held["_local_tensor"])], axes)
 
     def cut(self, dtype: DType, size: Shape, parts: Sequence[tuple[Box, object]], axes: Mapping[str, int]) -> CutTensor:
