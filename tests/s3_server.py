@@ -21,7 +21,7 @@ from urllib.parse import unquote
 import fsspec
 from moto.backends import get_backend
 from moto.moto_api._internal import mock_random  # noqa: F401  # loads moto's backends before threads use them
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.server import create_backend_app
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1",
@@ -78,7 +78,7 @@ class S3Server:
         self.failing: Callable[[str, str, str], bool | str] = lambda method, path, query: False
         self.losing: Callable[[str, str, str], bool] = lambda method, path, query: False
         self.cutting: Callable[[str, str, str], bool] = lambda method, path, query: False
-        self._app = DomainDispatcherApplication(create_backend_app)
+        self._app = create_backend_app("s3")  # moto's choice of a service lists its folder for each request
         self._taken: dict[str, bytes] = {}
         self._server = _Server((host, 0), _Connection)
         self._server.app = self._answer
