@@ -8,8 +8,8 @@ EDITABLE := $(PIP) --no-build-isolation --config-settings build-dir=.make/build 
 CORE := $(wildcard zckpt/csrc/* CMakeLists.txt)
 # The tests start thousands of programs: what they import is compiled once, not each time; what none imports, never.
 export PYTHONDONTWRITEBYTECODE =
-# Three at once, for two processors: tests wait, too. Each computes on one; what takes longest comes first (tests/shares.py).
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -q
+# Two at once, of which each computes on one processor; what takes longest comes first (tests/shares.py).
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -q
 
 FUZZ_EXAMPLES ?= 3000
 FUZZ_SECONDS ?= 120

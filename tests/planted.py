@@ -182,7 +182,7 @@ FAULTS = (
         "upkeep/test_prune.py::test_rules",
     ),
     Fault(
-        "pictures", "histogram.py", "self.low + (i + 1) * self.step", "self.low + i * self.step",
+        "pictures", "histogram.py", "distance(low + self.step)", "distance(low)",
         "pictures/test_differences.py",
     ),
     Fault(
