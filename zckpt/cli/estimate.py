@@ -7,6 +7,7 @@ lower room may import the trainer.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,12 +99,12 @@ def estimate(
     run = RunShape(gpus, nodes, optimizer, None, micro_batch, seq_length, accumulation)
     given = [None if one is None else to_bytes(one) for one in (memory, cpu_memory)]
 
-    def build(*unknown: Any) -> ModelSize:
+    def build(config: Mapping[str, Any], file: str, name: str) -> ModelSize:
         try:
             from zckpt.runtime.estimation import built_by_transformers
         except ImportError as error:
             raise _missing(error) from error
-        return built_by_transformers(*unknown)
+        return built_by_transformers(config, file, name)
 
     size = find_source(os.fspath(model), None if adapter is None else os.fspath(adapter), build)
     asked, file = None, ""

@@ -105,9 +105,9 @@ def derive_entry(
     if not numel:
         return TensorEntry(name, shape, dtype, role, ())
     steps = getattr(recipe, "steps", ())
-    store = DerivedStore(
-        recipe, dtype.itemsize, numel * dtype.itemsize, steps if steps and are_at_hand(recipe.inputs) else ()
-    )
+    if steps and not are_at_hand(recipe.inputs):
+        steps = ()
+    store = DerivedStore(recipe, dtype.itemsize, numel * dtype.itemsize, steps)
     return TensorEntry(name, shape, dtype, role, (Fragment(store, 0, 0, numel),))
 
 

@@ -432,7 +432,7 @@ def _of_safetensors(listing: Listing, names: list[str]) -> Metadata:
                     remedy=COPY_AGAIN,
                 )  # fmt: skip
             dtype, chunks = found.setdefault(key, (ref.dtype, {}))
-            if dtype != ref.dtype or any(len(known) != len(offsets) for known, _ in chunks):
+            if dtype != ref.dtype or len(next(iter(chunks), (offsets,))[0]) != len(offsets):
                 raise InconsistentError(
                     f"ranks do not agree on {key!r}", file=listing.files[name].path,
                     found=f"{ref.dtype} of {list(ref.shape)}", remedy=OTHER_SAVE,

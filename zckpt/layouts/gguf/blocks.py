@@ -131,7 +131,6 @@ def read_again(catalog: Catalog) -> Catalog:
 
 def _again(entry: TensorEntry) -> TensorEntry:
     recipes = [f.store.recipe for f in entry.fragments if isinstance(f.store, DerivedStore)]
-    if len(entry.fragments) != 1 or not recipes:
-        return entry
-    kind = BY_NAME.get(str(recipes[0].facts[0]).removeprefix(_OF))
+    fact = str(recipes[0].facts[0]) if len(entry.fragments) == 1 and recipes else ""
+    kind = BY_NAME[fact.removeprefix(_OF)] if fact.startswith(_OF) else None
     return entry if kind is None else as_floats(recipes[0].inputs[0], kind, again=True)
